@@ -1,0 +1,163 @@
+"""The LoRA adapter: which linears get one, how it starts, and the files that mlx-lm reads.
+
+An adapter is a flat dict from mlx-lm's names to float32 arrays of the backend:
+`model.layers.3.self_attn.q_proj.lora_a` [in, R] and `.lora_b` [R, out].
+"""
+
+import json
+import math
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mesp_mlx.errors import RunStopped, UserError
+from mesp_mlx.model.spec import PROJECTIONS, ModelSpec
+from mesp_mlx.stream.safetensors import Writer, read_array, read_header, to_float32
+
+ADAPTER_FILE, CONFIG_FILE = "adapters.safetensors", "adapter_config.json"
+# mlx.nn walks a layer's modules from the last one set to the first; that is the order in which mlx-lm draws.
+MLX_LM_ORDER = (
+    "mlp.up_proj", "mlp.down_proj", "mlp.gate_proj",
+    "self_attn.o_proj", "self_attn.v_proj", "self_attn.k_proj", "self_attn.q_proj",
+)  # fmt: skip
+
+
+def choose_modules(spec: ModelSpec, num_layers: int = -1, keys: Sequence[str] | None = None) -> list[str]:
+    """Full names of the linears to adapt, in the order in which mlx-lm adapts them.
+
+    num_layers: the last N layers, or -1 for all. keys: names inside a layer, such as "self_attn.q_proj"; None for all seven projections.
+
+    Raises:
+        UserError: the model has fewer layers, or a key names no linear of a layer.
+    """
+    if num_layers > spec.num_layers:
+        raise UserError(f"choosing what to adapt: {num_layers} layers were asked for, the model has {spec.num_layers}. Lower --num-layers, or -1 for all.")
+    if num_layers < 1 and num_layers != -1:
+        raise UserError(f"choosing what to adapt: the number of layers is {num_layers}. Give --num-layers 1 to {spec.num_layers}, or -1 for all.")
+    keys = PROJECTIONS if keys is None else keys
+    unknown = [key for key in keys if key not in PROJECTIONS]
+    if unknown or not keys:
+        found = f"no module is called {' or '.join(map(repr, unknown))}" if unknown else "no module was named"
+        raise UserError(f"choosing what to adapt: {found}. Those that can be adapted: {', '.join(PROJECTIONS)}.")
+    first = 0 if num_layers == -1 else spec.num_layers - num_layers
+    return [f"model.layers.{layer}.{key}" for layer in range(first, spec.num_layers) for key in MLX_LM_ORDER if key in keys]
+
+
+def shapes(spec: ModelSpec, modules: Sequence[str], rank: int) -> dict[str, tuple[int, int]]:
+    """Name and shape of every adapter tensor: lora_a [in, R] and lora_b [R, out] of each module."""
+    result = {}
+    for module in modules:
+        width_out, width_in = spec.linear_shape(module.split(".", 3)[3])
+        result |= {f"{module}.lora_a": (width_in, rank), f"{module}.lora_b": (rank, width_out)}
+    return result
+
+
+def initialise(spec: ModelSpec, modules: Sequence[str], rank: int, seed: int, backend: Any) -> dict[str, Any]:
+    """The adapter that mlx-lm starts from when it is seeded with `seed`: A uniform within 1/sqrt(in), B zero.
+
+    Same bits as mlx-lm, on both backends, for modules in the order of `choose_modules`; no global random state is touched.
+    """
+    key, adapter = backend.random.key(seed), {}
+    for name, shape in shapes(spec, modules, rank).items():
+        if name.endswith(".lora_b"):
+            adapter[name] = backend.arrays.zeros(shape, backend.arrays.float32)
+            continue
+        # mlx-lm makes a Linear that it throws away before each A, and that takes a key too.
+        key, _ = backend.random.split(key)
+        key, drawn = backend.random.split(key)
+        bound = 1 / math.sqrt(shape[0])
+        adapter[name] = backend.random.uniform(drawn, -bound, bound, shape)
+        backend.arrays.evaluate(adapter[name])
+    return adapter
+
+
+def save(folder: Path, adapter: Mapping[str, Any], backend: Any, name: str = ADAPTER_FILE) -> Path:
+    """Write the adapter into `folder` under `name`, one tensor at a time; the file appears when it is complete.
+
+    Raises:
+        RunStopped: a tensor holds a number that is not finite; then nothing is written.
+        UserError: the file can't be written.
+    """
+    file = folder / name
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with Writer(file, {tensor: ("F32", tuple(array.shape)) for tensor, array in adapter.items()}, {"format": "mlx"}) as writer:
+            for tensor, array in adapter.items():
+                values = backend.arrays.to_numpy(array)
+                if not np.isfinite(values).all():
+                    raise RunStopped(f"saving {file}: {tensor} holds numbers that are not finite, so nothing was written. Try a lower --learning-rate.")
+                writer.write(tensor, values)
+    except OSError as error:
+        raise UserError(f"saving the adapter in {file}: {error.strerror}. Free some space or choose another --adapter-path.") from None
+    return file
+
+
+def write_config(
+    folder: Path,
+    *,
+    model: str,
+    num_layers: int,
+    rank: int,
+    scale: float,
+    dropout: float,
+    keys: Sequence[str],
+    extra: Mapping[str, Any] | None = None,
+) -> Path:
+    """Write adapter_config.json: what mlx-lm needs to load and fuse the adapter, and `extra`, which it ignores.
+
+    num_layers is the count of adapted layers, never -1; keys always stand there, because mlx-lm takes their absence for
+    "every linear and the embeddings". Both together make mlx-lm adapt the very modules that were trained.
+
+    Raises:
+        UserError: the file can't be written.
+    """
+    parameters = {"rank": rank, "scale": float(scale), "dropout": float(dropout), "keys": list(keys)}
+    config = {**(extra or {}), "fine_tune_type": "lora", "model": model, "num_layers": num_layers, "lora_parameters": parameters}
+    file, partial = folder / CONFIG_FILE, folder / f".{CONFIG_FILE}.{os.getpid()}.partial"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            partial.write_text(json.dumps(config, indent=4, sort_keys=True, allow_nan=False) + "\n", encoding="utf-8")
+            os.replace(partial, file)
+        finally:
+            partial.unlink(missing_ok=True)
+    except OSError as error:
+        raise UserError(f"saving {file}: {error.strerror}. Free some space or choose another --adapter-path.") from None
+    return file
+
+
+def load(path: Path, spec: ModelSpec, modules: Sequence[str], rank: int, backend: Any) -> dict[str, Any]:
+    """The adapter in a file, or in a folder's adapters.safetensors, as float32; its tensors must be those of modules and rank.
+
+    Raises:
+        UserError: the file is missing or broken, or tensors are missing, unexpected, of another shape or type, or not finite: all are listed.
+    """
+    file = path / ADAPTER_FILE if path.is_dir() else path
+    entries, _ = read_header(file)
+    expected = shapes(spec, modules, rank)
+    wrong = [f"{name}: missing, expected {list(shape)}" for name, shape in expected.items() if name not in entries]
+    wrong += [f"{name}: unexpected" for name in entries if name not in expected]
+    adapter = {}
+    for name, shape in expected.items():
+        if (entry := entries.get(name)) is None:
+            continue
+        if entry.shape != shape:
+            wrong.append(f"{name}: shape {list(entry.shape)}, expected {list(shape)}")
+        elif entry.dtype not in ("F32", "F16", "BF16"):
+            wrong.append(f"{name}: type {entry.dtype}, expected F32")
+        elif not np.isfinite(values := to_float32(read_array(entry), entry.dtype)).all():
+            wrong.append(f"{name}: holds numbers that are not finite")
+        else:
+            adapter[name] = backend.arrays.asarray(values)
+            backend.arrays.evaluate(adapter[name])
+    if wrong:
+        ranks = {entry.shape[-1] for name, entry in entries.items() if name.endswith(".lora_a") and entry.shape}
+        hint = f" The file's rank is {ranks.pop()}." if len(ranks) == 1 and ranks != {rank} else ""
+        raise UserError(
+            f"resuming from {file}: it does not fit this model with rank {rank} on {len(modules)} modules.{hint} Give the --rank, --num-layers and --keys "
+            "that it was trained with. Tensor by tensor:\n" + "\n".join(f"  {line}" for line in wrong)
+        )
+    return adapter

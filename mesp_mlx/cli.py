@@ -1,0 +1,116 @@
+"""Verbs and flags. No logic: what was given goes to `config.load`, what comes back to `finetune.run`."""
+
+import errno
+import io
+import sys
+from typing import Annotated, Any
+
+import typer
+
+from mesp_mlx import __version__, config
+from mesp_mlx.errors import RunStopped, UserError
+
+app = typer.Typer(name="mesp-mlx", add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
+
+
+def _flag(name: str, *spellings: str) -> Any:
+    """A flag whose help is the setting's own description and default."""
+    field = config.LoraParameters.model_fields.get(name) or config.Settings.model_fields[name]
+    shown = f" [default: {field.default}]" if type(field.default) in (int, float, str) else ""
+    return typer.Option(*spellings, help=f"{field.description}{shown}")
+
+
+def _refused(name: str, *spellings: str) -> Any:
+    return typer.Option(*spellings, help=f"mlx-lm's; not served: {config.NOT_SERVED[name]}", hidden=True)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        print(f"mesp-mlx {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def verbs(version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="print the version")] = False) -> None:
+    """Exact LoRA fine-tuning in flat memory: 4-bit weights streamed from disk, on MLX or NumPy."""
+
+
+@app.command()
+def finetune(
+    model: Annotated[str | None, _flag("model")] = None,
+    data: Annotated[str | None, _flag("data")] = None,
+    config_file: Annotated[str | None, typer.Option("-c", "--config", help="YAML file with settings, mlx-lm's keys; flags override it")] = None,
+    rank: Annotated[int | None, _flag("rank")] = None,
+    scale: Annotated[float | None, _flag("scale")] = None,
+    alpha: Annotated[float | None, _flag("alpha")] = None,
+    dropout: Annotated[float | None, _flag("dropout")] = None,
+    keys: Annotated[str | None, _flag("keys")] = None,
+    target_modules: Annotated[str | None, typer.Option(help="another name for --keys")] = None,
+    num_layers: Annotated[int | None, _flag("num_layers")] = None,
+    optimizer: Annotated[str | None, _flag("optimizer")] = None,
+    optimizer_config: Annotated[str | None, _flag("optimizer_config")] = None,
+    learning_rate: Annotated[float | None, _flag("learning_rate")] = None,
+    lr_schedule: Annotated[str | None, _flag("lr_schedule")] = None,
+    warmup: Annotated[float | None, _flag("warmup")] = None,
+    grad_clip: Annotated[float | None, _flag("grad_clip")] = None,
+    batch_size: Annotated[int | None, _flag("batch_size")] = None,
+    grad_accumulation_steps: Annotated[int | None, _flag("grad_accumulation_steps")] = None,
+    iters: Annotated[int | None, _flag("iters")] = None,
+    epochs: Annotated[int | None, _flag("epochs")] = None,
+    mask_prompt: Annotated[bool | None, _flag("mask_prompt")] = None,
+    max_seq_length: Annotated[int | None, _flag("max_seq_length")] = None,
+    seed: Annotated[int | None, _flag("seed")] = None,
+    backend: Annotated[str | None, _flag("backend")] = None,
+    quantize: Annotated[str | None, _flag("quantize")] = None,
+    val_batches: Annotated[int | None, _flag("val_batches")] = None,
+    steps_per_eval: Annotated[int | None, _flag("steps_per_eval")] = None,
+    steps_per_report: Annotated[int | None, _flag("steps_per_report")] = None,
+    save_every: Annotated[int | None, _flag("save_every")] = None,
+    adapter_path: Annotated[str | None, _flag("adapter_path")] = None,
+    overwrite: Annotated[bool | None, _flag("overwrite", "--overwrite")] = None,
+    resume_adapter_file: Annotated[str | None, _flag("resume_adapter_file")] = None,
+    json_log: Annotated[str | None, _flag("json_log")] = None,
+    sample_prompt: Annotated[str | None, _flag("sample_prompt")] = None,
+    reply_tokens: Annotated[int | None, _flag("reply_tokens")] = None,
+    train: Annotated[bool | None, _flag("train", "--train")] = None,
+    fine_tune_type: Annotated[str | None, _flag("fine_tune_type")] = None,
+    grad_checkpoint: Annotated[bool | None, _flag("grad_checkpoint", "--grad-checkpoint")] = None,
+    test: Annotated[bool | None, _refused("test", "--test")] = None,
+    test_batches: Annotated[int | None, _refused("test_batches")] = None,
+    report_to: Annotated[str | None, _refused("report_to")] = None,
+    project_name: Annotated[str | None, _refused("project_name")] = None,
+    trust_remote_code: Annotated[bool | None, _refused("trust_remote_code", "--trust-remote-code")] = None,
+    clear_cache_threshold: Annotated[str | None, _refused("clear_cache_threshold")] = None,
+) -> None:
+    """Train a LoRA adapter for a language model."""
+    flags = locals()
+    settings = config.load(flags.pop("config_file"), flags)
+    from mesp_mlx.finetune import run  # here, so that --help and a bad flag answer at once
+
+    run(settings)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Run the command line and exit: 2 for what the user can change, 1 for a run that can't go on, 130 for Ctrl-C."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a model's reply may hold what a console can't show
+    try:
+        code = app(arguments or sys.argv[1:] or ["--help"], standalone_mode=False)
+    except typer.TyperException as error:
+        code = _fail(error.format_message(), error.exit_code)
+    except UserError as error:
+        code = _fail(str(error), 2)
+    except RunStopped as error:
+        code = _fail(str(error), 1)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, getattr(errno, "EDQUOT", errno.ENOSPC)):
+            raise
+        where = f" while writing {error.filename}" if error.filename else ""
+        code = _fail(f"no space left on the disk{where}: free some, or choose another --adapter-path or cache folder (MESP_MLX_CACHE)", 2)
+    sys.exit(code)
+
+
+def _fail(message: str, code: int) -> int:
+    print(f"error: {message}", file=sys.stderr)
+    return code

@@ -1,0 +1,158 @@
+"""Updates in turn, with validation, reports and checkpoints between them."""
+
+import math
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mesp_mlx import config
+from mesp_mlx.adapter import ADAPTER_FILE
+from mesp_mlx.config import Settings
+from mesp_mlx.data import batches
+from mesp_mlx.data.batches import Group
+from mesp_mlx.data.rows import Rows
+from mesp_mlx.engine.backprop import forward, loss_and_gradients
+from mesp_mlx.engine.sink import HeldSink
+from mesp_mlx.errors import RunStopped
+from mesp_mlx.memory import measure
+from mesp_mlx.model.model import Model
+from mesp_mlx.model.stages import Batch, Dropout
+from mesp_mlx.optim import Optimizer
+from mesp_mlx.report import Report
+from mesp_mlx.stream.store import Store
+
+
+@dataclass(frozen=True)
+class Run:
+    """Everything that training needs, settled. `save` writes the adapter under a name, whole; `whole` is a block that no interruption cuts short."""
+
+    settings: Settings
+    rows: Rows
+    updates: int
+    model: Model
+    store: Store
+    adapter: dict[str, Any]
+    optimizer: Optimizer
+    report: Report
+    save: Callable[[str], Path]
+    whole: Callable[[], AbstractContextManager[None]]
+
+
+@dataclass
+class Window:
+    """What has been trained since the last report; `loss` is a sum over `supervised` tokens, `tokens` leaves out padding."""
+
+    started: float
+    loss: float = 0.0
+    supervised: int = 0
+    tokens: int = 0
+    iterations: int = 0
+
+
+def train(run: Run) -> tuple[float | None, float | None]:
+    """All updates of a run; the validation loss before and after, None when there are no validation rows.
+
+    Raises:
+        RunStopped: the loss or a gradient is not finite; nothing of it reaches the adapter.
+    """
+    settings, rows, report = run.settings, run.rows, run.report
+    valid = validation_groups(run)
+    before = after = validate(run, valid)
+    if before is not None:
+        report.validation(iteration=0, val_loss=before)
+    trained, window, per_update = 0, Window(time.perf_counter()), settings.grad_accumulation_steps
+    updates = batches.updates(
+        rows.train_set, rows.train, rows.limit, rows.widths, rows_per_update=settings.rows_per_update, seed=settings.seed, stop=run.updates
+    )
+    for update, groups in enumerate(updates):
+        loss, supervised, rate = step(run, update, groups)
+        trained += supervised
+        window.loss, window.supervised, window.iterations = window.loss + loss, window.supervised + supervised, window.iterations + per_update
+        window.tokens += sum(sum(group.lengths) for group in groups)
+        iteration, last = (update + 1) * per_update, update == run.updates - 1
+
+        def due(every: int, iteration: int = iteration) -> bool:
+            return iteration // every > (iteration - per_update) // every
+
+        if last or due(settings.steps_per_report):
+            _report(run, window, iteration, rate, trained)
+            window = Window(time.perf_counter())
+        if before is not None and (last or due(settings.steps_per_eval)):
+            paused = time.perf_counter()
+            after = validate(run, valid)
+            report.validation(iteration=iteration, val_loss=after)
+            window.started += time.perf_counter() - paused
+        if last or due(settings.save_every):
+            if not last:
+                run.save(f"{iteration:07d}_{ADAPTER_FILE}")
+            report.save(iteration=iteration, path=str(run.save(ADAPTER_FILE)))
+    return before, after
+
+
+def step(run: Run, update: int, groups: list[Group]) -> tuple[float, int, float]:
+    """One optimizer update: the loss summed over its supervised tokens, their number, and the learning rate."""
+    settings, backend = run.settings, run.optimizer.backend
+    rate, supervised = config.learning_rate(settings, update, run.updates), _supervised(groups)
+    dropout = Dropout(settings.seed, update, settings.lora_parameters.dropout) if settings.lora_parameters.dropout else None
+    sink = HeldSink(backend)
+    loss = loss_and_gradients(run.model, run.store, run.adapter, [Batch(group, dropout) for group in groups], sink)
+    if not math.isfinite(loss):
+        raise RunStopped(f"update {update + 1}: the loss is {loss}. Nothing of it was applied. Try a lower --learning-rate or --scale.")
+    gradients, _ = sink.finish(supervised, settings.grad_clip)
+    with run.whole():
+        run.optimizer.apply(run.adapter, gradients, rate)
+    return loss, supervised, rate
+
+
+def validation_groups(run: Run) -> list[list[Group]]:
+    """The rows that every validation measures: as many as were asked for, else so many that validating takes at most a tenth of the run's time.
+
+    A forward pass costs about a third of an update's three, so n validations of v tokens each stay below a tenth of the whole while
+    n * v <= trained tokens / 3.
+    """
+    settings, rows = run.settings, run.rows
+    count = len(rows.valid)
+    if settings.val_batches is not None:
+        count = count if settings.val_batches == -1 else settings.val_batches * settings.batch_size
+    elif count:
+        validations = 2 + run.updates * settings.grad_accumulation_steps // settings.steps_per_eval
+        per_row = rows.tokens() / len(rows.train)
+        budget = per_row * run.updates * min(settings.rows_per_update, len(rows.train)) / (3 * validations)
+        lengths = rows.valid_set.lengths(rows.limit)[rows.valid].cumsum()
+        count = max(int((lengths <= budget).sum()), 1)
+    return rows.validation_groups(count, settings.rows_per_update)
+
+
+def validate(run: Run, valid: list[list[Group]]) -> float | None:
+    """The mean loss over the supervised tokens of the validation rows; None when there are none."""
+    total = 0.0
+    for groups in valid:
+        held = [Batch(group) for group in groups]
+        run.store.expect(run.model.forward_order())
+        states = forward(run.model, run.store, run.adapter, held)
+        with run.store.open(run.model.head) as w:
+            total += run.model.head.loss(w, states, held, gradient=False)[0]
+    supervised = sum(_supervised(groups) for groups in valid)
+    return total / supervised if supervised else None
+
+
+def _supervised(groups: list[Group]) -> int:
+    return sum(int(group.mask.sum()) for group in groups)
+
+
+def _report(run: Run, window: Window, iteration: int, rate: float, trained: int) -> None:
+    seconds = time.perf_counter() - window.started
+    peak = measure.allocator_peak_bytes(run.optimizer.backend.arrays.name)
+    run.report.train(
+        iteration=iteration,
+        train_loss=window.loss / window.supervised,
+        learning_rate=rate,
+        iterations_per_second=window.iterations / seconds,
+        tokens_per_second=window.tokens / seconds,
+        trained_tokens=trained,
+        peak_memory_bytes=measure.process_peak_bytes() if peak is None else peak,
+        memory_bytes=measure.process_now_bytes(),
+    )

@@ -1,0 +1,162 @@
+"""The main path: settle on model, data and adapter; train; show and save what came of it."""
+
+import os
+import shutil
+import time
+from contextlib import ExitStack
+from pathlib import Path
+from types import ModuleType
+
+from mesp_mlx import adapter as adapters
+from mesp_mlx import backend as backends
+from mesp_mlx import config, optim
+from mesp_mlx.config import Settings
+from mesp_mlx.data import batches, rows, tokens
+from mesp_mlx.engine.generate import greedy_reply
+from mesp_mlx.engine.train import Run, train
+from mesp_mlx.errors import UserError
+from mesp_mlx.interrupt import Interrupts
+from mesp_mlx.memory import measure
+from mesp_mlx.model import source, weights
+from mesp_mlx.model.model import build
+from mesp_mlx.model.source import ModelFolder
+from mesp_mlx.model.spec import PROJECTIONS, ModelSpec, load_spec, read_config
+from mesp_mlx.report import Report
+from mesp_mlx.stream.safetensors import read_folder
+from mesp_mlx.stream.store import Store
+
+CACHE_BYTES = 8_000_000  # freed buffers that MLX may hold on to: the operating system counts them, the allocator's peak does not
+
+
+def run(settings: Settings) -> None:
+    """Train an adapter as the settings say.
+
+    Raises:
+        UserError: something the user can change.
+        RunStopped: the run can't go on.
+        KeyboardInterrupt: it was interrupted; what had been trained is saved.
+    """
+    started = time.perf_counter()
+    folder = _new_folder(settings)
+    backend = backends.choose(settings.backend)
+    with ExitStack() as stack:
+        interrupts = stack.enter_context(Interrupts())
+        report = stack.enter_context(Report(settings.json_log))
+        for line in config.remarks(settings):
+            report.note(line)
+
+        model = source.resolve(settings.model, config.cache_folder(), settings.quantize, report.note)
+        spec = load_spec(read_config(model.folder), str(model.folder / "config.json"))
+        entries = read_folder(model.folder)
+        weights.check(spec, entries)
+
+        lora = settings.lora_parameters
+        modules = adapters.choose_modules(spec, settings.num_layers, lora.keys)
+        data = config.demo_folder() if settings.data == "demo" else Path(settings.data)
+        chosen = rows.read_rows(settings, data, model.folder, spec.max_positions, config.cache_folder() / "tokens")
+        updates = _count_updates(settings, len(chosen.train), report)
+
+        if backend.arrays.name == "mlx":
+            stack.callback(measure.set_allocator_limits, *measure.set_allocator_limits(None, CACHE_BYTES))
+            measure.reset_allocator_peak()
+        adapter = _first_adapter(settings, spec, modules, backend)
+        stored = entries.get("model.embed_tokens.scales") or entries["model.embed_tokens.weight"]
+        stages = build(spec, backend, lora.effective_scale, backends.activation_dtype(backend, stored.dtype))
+        store = stack.enter_context(Store(entries, spec, backend))
+
+        def save(name: str) -> Path:
+            with interrupts.held():
+                _write_config(folder, settings, spec, model)
+                return adapters.save(folder, adapter, backend, name)
+
+        optimizer = optim.make(settings.optimizer, settings.optimizer_arguments, backend)
+        whole = Run(settings, chosen, updates, stages, store, adapter, optimizer, report, save, interrupts.held)
+        report.start(
+            model=model.name,
+            family=spec.model_type,
+            backend=backend.arrays.name,
+            modules=len(modules),
+            parameters=sum(array.size for array in adapter.values()),
+            adapter_bytes=sum(array.nbytes for array in adapter.values()),
+            rank=lora.rank,
+            effective_scale=lora.effective_scale,
+            rows=len(chosen.train),
+            validation_rows=len(chosen.valid),
+            held_out=chosen.valid_set is chosen.train_set,
+            tokens=chosen.tokens(),
+            supervised_share=chosen.supervised_share(),
+            max_seq_length=chosen.limit,
+            rows_cut=chosen.cut,
+            rows_skipped=chosen.skipped,
+            rows_per_update=settings.rows_per_update,
+            updates=updates,
+            iterations=updates * settings.grad_accumulation_steps,
+        )
+
+        def reply() -> list[int]:
+            return greedy_reply(stages, store, adapter, chosen.prompt, chosen.stops, settings.reply_tokens)
+
+        reply_before = reply()
+        try:
+            before, after = train(whole)
+        except KeyboardInterrupt:
+            report.note(f"interrupted; the adapter as it stands is in {save(adapters.ADAPTER_FILE)}")
+            raise
+        prompt, reply_before, reply_after = tokens.decode(model.folder, [chosen.prompt, reply_before, reply()])
+        report.end(
+            val_loss_before=before,
+            val_loss_after=after,
+            reply_before=reply_before,
+            reply_after=reply_after,
+            allocator_peak_bytes=measure.allocator_peak_bytes(backend.arrays.name),
+            process_peak_bytes=measure.process_peak_bytes(),
+            seconds=time.perf_counter() - started,
+            prompt=settings.sample_prompt or prompt,
+            model_folder=str(model.folder),
+            adapter_path=str(folder),
+        )
+
+
+def _new_folder(settings: Settings) -> Path:
+    """The adapter's folder: one that holds no run, and that can be written."""
+    folder = Path(settings.adapter_path)
+    held = [name for name in (adapters.ADAPTER_FILE, adapters.CONFIG_FILE) if (folder / name).exists()]
+    if held and not settings.overwrite:
+        raise UserError(f"--adapter-path {folder} already holds a run ({held[0]}). Choose another folder, or give --overwrite to replace it.")
+    above = next(place for place in (folder, *folder.absolute().parents) if place.exists())
+    if not above.is_dir() or not os.access(above, os.W_OK):
+        raise UserError(f"--adapter-path {folder}: {above} is not a folder that can be written to. Choose another.")
+    return folder
+
+
+def _count_updates(settings: Settings, count: int, report: Report) -> int:
+    accumulation = settings.grad_accumulation_steps
+    if settings.iters and settings.iters % accumulation:
+        report.note(f"--iters {settings.iters} is rounded up to whole updates of {accumulation} iterations")
+    epochs = settings.epochs or (None if settings.iters else config.default_epochs(count))
+    return batches.count_updates(count, settings.batch_size, accumulation, iters=settings.iters, epochs=epochs)
+
+
+def _first_adapter(settings: Settings, spec: ModelSpec, modules: list[str], backend: ModuleType) -> dict:
+    rank = settings.lora_parameters.rank
+    needed = 4 * sum(rows * columns for rows, columns in adapters.shapes(spec, modules, rank).values())
+    above = next(place for place in Path(settings.adapter_path).absolute().parents if place.exists())
+    if (free := shutil.disk_usage(above).free) < 2 * needed:
+        raise UserError(f"--adapter-path {settings.adapter_path}: the adapter needs {2 * needed} bytes on disk, {free} are free. Lower --rank or free some.")
+    if settings.resume_adapter_file:
+        return adapters.load(Path(settings.resume_adapter_file), spec, modules, rank, backend)
+    return adapters.initialise(spec, modules, rank, settings.seed, backend)
+
+
+def _write_config(folder: Path, settings: Settings, spec: ModelSpec, model: ModelFolder) -> None:
+    lora = settings.lora_parameters
+    adapters.write_config(
+        folder,
+        model=str(model.folder),
+        num_layers=spec.num_layers if settings.num_layers == -1 else settings.num_layers,
+        rank=lora.rank,
+        scale=lora.effective_scale,
+        dropout=lora.dropout,
+        keys=lora.keys or PROJECTIONS,
+        extra=settings.model_dump(mode="json", exclude={"model", "num_layers", "lora_parameters"}),
+    )

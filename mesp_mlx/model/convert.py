@@ -1,0 +1,234 @@
+"""Writes a model folder in MLX's layout from tensors made one at a time, and quantises a Hugging Face folder into one.
+
+Weights go from disk to disk in tiles of rows, so that no whole tensor of the source is ever in memory:
+only the packed tensor being built is.
+"""
+
+import json
+import math
+import os
+import shutil
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import filelock
+import numpy as np
+
+from mesp_mlx.errors import UserError
+from mesp_mlx.model.spec import ModelSpec, load_spec, read_config
+from mesp_mlx.reference.quantized import quantize
+from mesp_mlx.stream.safetensors import NUMPY_TYPES, Entry, Writer, from_float32, read_array, read_folder, to_float32
+
+BITS, GROUP_SIZE = 4, 64  # what an unquantised model becomes: mlx_lm.convert's own default
+TILE_BYTES = 1 << 24
+FLOATS = ("F32", "F16", "BF16")
+TOKENIZER_FILES = ("tokenizer*", "vocab*", "merges.txt", "special_tokens_map.json", "added_tokens.json", "chat_template*", "generation_config.json")
+HEADER_BYTES_PER_TENSOR = 200  # more than any name, shape and offset take in a safetensors header
+
+
+@dataclass(frozen=True)
+class Part:
+    """Tensors that are made together: a weight with its scales and biases, or one that is kept as it is.
+
+    `tensors` gives each one's name, safetensors dtype and shape; `make` reads, converts and returns them.
+    `module` and `setting` (bits, group size; None: unquantised) are given for the weight of a linear or an embedding.
+    """
+
+    tensors: Mapping[str, tuple[str, tuple[int, ...]]]
+    make: Callable[[], Mapping[str, np.ndarray]]
+    module: str | None = None
+    setting: tuple[int, int] | None = None
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(math.prod(shape) * np.dtype(NUMPY_TYPES[dtype]).itemsize for dtype, shape in self.tensors.values())
+
+
+def by_rows(tensors: Mapping[str, tuple[str, tuple[int, ...]]], entry: Entry, convert: Callable[[Entry], Sequence[np.ndarray]]) -> dict[str, np.ndarray]:
+    """Make tensors, which share their first axis with entry, by converting a tile of its rows at a time."""
+    made = {name: np.empty(shape, NUMPY_TYPES[dtype]) for name, (dtype, shape) in tensors.items()}
+    out = entry.shape[0]
+    step = max(1, TILE_BYTES * out // max(entry.size_bytes, 1))
+    for first in range(0, out, step):
+        last = min(first + step, out)
+        for array, rows in zip(made.values(), convert(entry.rows(first, last)), strict=True):
+            array[first:last] = rows
+    return made
+
+
+def packed_tensors(module: str, shape: tuple[int, ...], bits: int, group_size: int, dtype: str) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Names, dtypes and shapes of a weight [out, in] quantised in MLX's layout; dtype is that of scales and biases."""
+    out, width = shape
+    groups = (dtype, (out, width // group_size))
+    return {f"{module}.weight": ("U32", (out, width * bits // 32)), f"{module}.scales": groups, f"{module}.biases": groups}
+
+
+def kept(name: str, entry: Entry, dtype: str | None = None) -> Part:
+    """A tensor kept under `name`, in its own dtype unless another is given."""
+    dtype = dtype or entry.dtype
+
+    def convert(rows: Entry) -> list[np.ndarray]:
+        array = read_array(rows)
+        return [array if dtype == entry.dtype else from_float32(to_float32(array, entry.dtype), dtype)]
+
+    tensors = {name: (dtype, entry.shape)}
+    return Part(tensors, lambda: by_rows(tensors, entry, convert), name.removesuffix(".weight") if len(entry.shape) == 2 else None)
+
+
+def quantized(name: str, entry: Entry) -> Part:
+    """A weight [out, in] quantised as mlx_lm.convert does by default: if its width divides by the group; scales in the weight's dtype."""
+    if len(entry.shape) != 2 or entry.shape[1] % GROUP_SIZE:
+        return kept(name, entry)
+
+    def convert(rows: Entry) -> list[np.ndarray]:
+        linear = quantize(to_float32(read_array(rows), entry.dtype), BITS, GROUP_SIZE)
+        if not np.isfinite(linear["scales"]).all():
+            raise UserError(f"quantising {entry.name!r} of {entry.file}: it holds numbers that are not finite. Download the model again.")
+        return [linear["weight"], from_float32(linear["scales"], entry.dtype), from_float32(linear["biases"], entry.dtype)]
+
+    module = name.removesuffix(".weight")
+    tensors = packed_tensors(module, entry.shape, BITS, GROUP_SIZE, entry.dtype)
+    return Part(tensors, lambda: by_rows(tensors, entry, convert), module, (BITS, GROUP_SIZE))
+
+
+def quantization(parts: Sequence[Part]) -> dict[str, Any]:
+    """config.json's `quantization`: the commonest setting, and by name every module with another one or none."""
+    settings = {part.module: part.setting for part in parts if part.module is not None}
+    counts = Counter(setting for setting in settings.values() if setting is not None)
+    if not counts:
+        return {}
+    common = counts.most_common(1)[0][0]
+    named = {module: setting and _setting(*setting) or False for module, setting in settings.items() if setting != common}
+    return {"quantization": {**_setting(*common), **named}}
+
+
+def _setting(bits: int, group_size: int) -> dict[str, int]:
+    return {"group_size": group_size, "bits": bits}
+
+
+def write_model(folder: Path, config: Mapping[str, Any], parts: Sequence[Part]) -> None:
+    """Write config.json and model.safetensors into folder, one part at a time, after checking the space for them.
+
+    Raises:
+        UserError: too little space, or a source that can't be read.
+    """
+    tensors = {name: declared for part in parts for name, declared in part.tensors.items()}
+    require_space(folder, weight_bytes(parts), "writing the converted model")
+    (folder / "config.json").write_text(json.dumps({**config, **quantization(parts)}, indent=2) + "\n", encoding="utf-8")
+    with Writer(folder / "model.safetensors", tensors, {"format": "mlx"}) as writer:
+        for part in parts:
+            for name, array in part.make().items():
+                writer.write(name, array)
+
+
+def weight_bytes(parts: Sequence[Part]) -> int:
+    """The most bytes that model.safetensors takes."""
+    return sum(part.size_bytes + HEADER_BYTES_PER_TENSOR * len(part.tensors) for part in parts)
+
+
+def require_space(folder: Path, needed_bytes: int, doing: str) -> None:
+    """Refuse to start what would not fit on the disk of folder (or of its nearest parent that exists).
+
+    Raises:
+        UserError: less than needed_bytes is free.
+    """
+    folder = folder.absolute()
+    while not folder.exists():
+        folder = folder.parent
+    free_bytes = shutil.disk_usage(folder).free
+    if free_bytes < needed_bytes:
+        raise UserError(
+            f"{doing}: it needs {needed_bytes / 1e6:,.0f} MB and {folder} has {free_bytes / 1e6:,.0f} MB free. "
+            "Free some space, or point MESP_MLX_CACHE (for downloads HF_HOME) at a larger disk."
+        )
+
+
+def checked(spec: ModelSpec, entries: Mapping[str, Entry], source: str) -> dict[str, Entry]:
+    """The entries that the spec lists, in its order; tensors it does not use are dropped where that is known to be right.
+
+    Raises:
+        UserError: tensors are missing, have another shape or dtype, or are not part of this architecture.
+    """
+    wanted = spec.tensors()
+    unused = ("lm_head.weight",) if spec.tied else ()
+    extra = [name for name in entries if name not in wanted and name not in unused and not name.endswith("rotary_emb.inv_freq")]
+    missing = [name for name in wanted if name not in entries]
+    if missing or extra:
+        said = " and ".join(f"{kind} {_list(names)}" for kind, names in (("lacks", missing), ("also has", extra)) if names)
+        raise UserError(f"reading {source}: it {said}. Expected the tensors of a {spec.model_type!r} model as its config describes it.")
+    for name, shape in wanted.items():
+        entry = entries[name]
+        if entry.shape != shape:
+            raise UserError(f"reading {source}: tensor {name!r} in {entry.file} has shape {list(entry.shape)}, its config says {list(shape)}.")
+    return {name: entries[name] for name in wanted}
+
+
+def _list(names: Sequence[str]) -> str:
+    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+
+
+def quantize_folder(source: Path, folder: Path) -> None:
+    """Quantise the Hugging Face folder `source` into `folder`.
+
+    Raises:
+        UserError: a family not served, missing or broken tensors, too little space.
+    """
+    entries = read_folder(source)
+    config = read_config(source)
+    config.setdefault("tie_word_embeddings", "lm_head.weight" not in entries)
+    entries = checked(load_spec(config, str(source / "config.json")), entries, str(source))
+    for name, entry in entries.items():
+        if entry.dtype not in FLOATS:
+            raise UserError(f"quantising {source}: tensor {name!r} in {entry.file} is {entry.dtype}, expected one of {', '.join(FLOATS)}.")
+    write_model(folder, config, [quantized(name, entry) if name.endswith(".weight") else kept(name, entry) for name, entry in entries.items()])
+    for pattern in TOKENIZER_FILES:
+        for file in source.glob(pattern):
+            if file.is_file():
+                shutil.copyfile(file, folder / file.name)
+
+
+@contextmanager
+def entry_of_cache(folder: Path) -> Iterator[Path | None]:
+    """Build a folder of the cache: gives a temporary folder to fill, or None when `folder` is there already.
+
+    It takes its name only when complete; an error or Ctrl-C removes it. One process builds an entry at a time,
+    others wait. What a crashed run left behind, of this or another entry, is removed first.
+    """
+    if folder.is_dir():
+        yield None
+        return
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    _sweep(folder.parent)
+    partial = _partial(folder)
+    with filelock.FileLock(_lock(partial)):
+        if folder.is_dir():
+            yield None
+            return
+        try:
+            shutil.rmtree(partial, ignore_errors=True)
+            partial.mkdir()
+            yield partial
+            os.replace(partial, folder)
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)
+
+
+def _partial(folder: Path) -> Path:
+    return folder.with_name(f".{folder.name}.partial")
+
+
+def _lock(partial: Path) -> Path:
+    return partial.with_suffix(".lock")
+
+
+def _sweep(parent: Path) -> None:
+    for partial in parent.glob(".*.partial"):
+        try:
+            with filelock.FileLock(_lock(partial), timeout=0):
+                shutil.rmtree(partial, ignore_errors=True)
+        except filelock.Timeout:
+            continue  # another process is building it

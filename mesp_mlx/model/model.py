@@ -1,0 +1,63 @@
+"""A model as the loop sees it: embedding, segments of stages, head."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from mesp_mlx.model.head import Head
+from mesp_mlx.model.spec import ModelSpec
+from mesp_mlx.model.stages import AttentionStage, Embedding, Lora, MLPStage, Stage
+
+
+@dataclass(frozen=True)
+class Model:
+    """What the loop walks. Each segment is the stages between two checkpoints: here a decoder layer's two."""
+
+    embedding: Embedding
+    segments: tuple[tuple[Stage, ...], ...]
+    head: Head
+
+    def lowest_adapted(self, adapter: Mapping[str, Any]) -> tuple[int, Stage]:
+        """The lowest stage that holds an adapter, and its segment's index: below it nothing has a gradient."""
+        for index, segment in enumerate(self.segments):
+            for stage in segment:
+                if any(f"{module}.lora_a" in adapter for module in stage.adaptable):
+                    return index, stage
+        raise ValueError("no stage holds an adapter")
+
+    def forward_order(self) -> list[Any]:
+        """The stages a forward pass opens, in order."""
+        return [self.embedding, *(stage for segment in self.segments for stage in segment), self.head]
+
+    def training_order(self, first_segment: int) -> list[Any]:
+        """The stages an update opens, in order: forward, then the trained segments again, last first."""
+        return self.forward_order() + [stage for segment in reversed(self.segments[first_segment:]) for stage in segment]
+
+
+def build(spec: ModelSpec, backend: Any, lora_scale: float, dtype: Any = None) -> Model:
+    """The stages of a model.
+
+    Args:
+        spec: its shape.
+        backend: `mesp_mlx.ops` or `mesp_mlx.reference`.
+        lora_scale: mlx-lm's scale of the LoRA terms.
+        dtype: of activations; float32 unless given.
+    """
+    rope, lora = _rope(spec, backend), Lora(backend, lora_scale)
+    segments = tuple((AttentionStage(spec, layer, lora, rope), MLPStage(spec, layer, lora)) for layer in range(spec.num_layers))
+    return Model(Embedding(backend, dtype or backend.arrays.float32), segments, Head(spec, backend))
+
+
+def _rope(spec: ModelSpec, backend: Any) -> dict[str, Any]:
+    rope = spec.rope
+    listed = rope.wavelengths is not None
+    return {
+        "dims": rope.dims,
+        "traditional": rope.traditional,
+        "base": None if listed else rope.base,
+        "scale": rope.scale,
+        "freqs": backend.arrays.asarray(np.array(rope.wavelengths, np.float32)) if listed else None,
+        "magnitude": rope.magnitude,
+    }

@@ -1,0 +1,246 @@
+"""The stages of a model, written once over a backend's ops: attention sublayer, MLP sublayer, and the two ends, embedding and head.
+
+A stage is given its frozen weights `w` (see stream.store.Weights), the adapter (A and B by mlx-lm's names), the state that carries
+gradient (`{"x": [B,T,D]}`) and the batch, which carries none. It never sees other stages, and evaluates nothing.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from mesp_mlx.data.batches import Group
+from mesp_mlx.model.spec import ModelSpec
+
+State = dict[str, Any]
+Gradients = dict[str, Any]
+ATTENTION_MODULES = ("q_proj", "k_proj", "v_proj", "o_proj")
+MLP_MODULES = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
+
+
+@dataclass(frozen=True)
+class Dropout:
+    """What names the dropout masks of one update."""
+
+    seed: int
+    update: int
+    rate: float
+
+
+@dataclass(frozen=True)
+class Batch:
+    """A group of rows of equal padded width, and the dropout of its update (None: none)."""
+
+    group: Group
+    dropout: Dropout | None = None
+
+
+@dataclass(frozen=True)
+class Lora:
+    """The LoRA terms of a stage: the backend to compute with and mlx-lm's scale."""
+
+    ops: Any
+    scale: float
+
+    def pair(self, adapter: State, module: str) -> tuple[Any, Any] | None:
+        """(A, B) of a module, or None when it is not adapted."""
+        a = adapter.get(f"{module}.lora_a")
+        return None if a is None else (a, adapter[f"{module}.lora_b"])
+
+    def dropout(self, pair: tuple[Any, Any] | None, batch: Batch, module: str) -> tuple[Any, float] | None:
+        """(keep [B,T,in], rate) for an adapted module, drawn anew, and the same, whenever it is asked for."""
+        drop = batch.dropout
+        if pair is None or drop is None or drop.rate == 0:
+            return None
+        tokens, width = batch.group.ids.shape[1], pair[0].shape[0]
+        rows = [self.ops.dropout.keep_mask(drop.seed, drop.update, int(row), module, tokens, width, drop.rate) for row in batch.group.rows]
+        return self.ops.arrays.concatenate([keep.reshape(1, tokens, width) for keep in rows], 0), drop.rate
+
+    def forward(self, w: Any, adapter: State, module: str, x: Any, batch: Batch) -> Any:
+        pair = self.pair(adapter, module)
+        return self.ops.lora_linear.forward(x, w[module], pair, self.scale, self.dropout(pair, batch, module))
+
+    def backward(self, w: Any, adapter: State, module: str, x: Any, dy: Any, batch: Batch, need_dx: bool, gradients: Gradients) -> Any:
+        """dx, or None unless needed; the gradients of A and B go into `gradients`."""
+        pair = self.pair(adapter, module)
+        if pair is None and not need_dx:
+            return None
+        dx, dpair = self.ops.lora_linear.backward(x, w[module], pair, self.scale, dy, self.dropout(pair, batch, module), need_dx)
+        collect(gradients, module, dpair)
+        return dx
+
+
+def collect(gradients: Gradients, module: str, pair: tuple[Any, Any] | None) -> None:
+    """Put a module's (dA, dB), if any, under mlx-lm's names."""
+    if pair is not None:
+        gradients[f"{module}.lora_a"], gradients[f"{module}.lora_b"] = pair
+
+
+@dataclass(frozen=True, eq=False)
+class AttentionStage:
+    """m = x + o_proj(attention(rope(q), rope(k), v)), with q, k, v projected from norm(x); optional norms over each head's q and k."""
+
+    spec: ModelSpec
+    layer: int
+    lora: Lora
+    rope: dict[str, Any]
+
+    @property
+    def name(self) -> str:
+        return f"model.layers.{self.layer}.self_attn"
+
+    @property
+    def norm(self) -> str:
+        return f"model.layers.{self.layer}.input_layernorm"
+
+    @property
+    def adaptable(self) -> tuple[str, ...]:
+        return tuple(f"{self.name}.{module}" for module in ATTENTION_MODULES)
+
+    @property
+    def modules(self) -> tuple[str, ...]:
+        norms = (f"{self.name}.q_norm", f"{self.name}.k_norm") if self.spec.qk_norm else ()
+        return (self.norm, *self.adaptable, *norms)
+
+    @property
+    def _scale(self) -> float:
+        return self.spec.head_dim**-0.5
+
+    def forward(self, w: Any, adapter: State, state: State, batch: Batch) -> tuple[State, State]:
+        """The sublayer's output, and what backward may be given back: the attention output [B,T,H·d]."""
+        ops, x = self.lora.ops, state["x"]
+        q, k, v = self._heads(w, *self._projections(w, adapter, self._normed(w, x), batch))
+        attention = _merge(ops.attention.forward(q, k, v, self._scale, self.spec.windows[self.layer]))
+        return {"x": x + self.lora.forward(w, adapter, self.adaptable[3], attention, batch)}, {"attention": attention}
+
+    def backward(self, w: Any, adapter: State, state: State, kept: State | None, dstate: State, batch: Batch, need_dx: bool) -> tuple[State, Gradients]:
+        """Gradients of the state and of the adapters. Recomputed: norm, q, k, v; never o_proj; the attention output unless kept."""
+        ops, lora, x, dy = self.lora.ops, self.lora, state["x"], dstate["x"]
+        gradients: Gradients = {}
+        h = self._normed(w, x)
+        raw = self._projections(w, adapter, h, batch)
+        q, k, v = self._heads(w, *raw)
+        attention = kept["attention"] if kept else _merge(ops.attention.forward(q, k, v, self._scale, self.spec.windows[self.layer]))
+        inner = need_dx or any(lora.pair(adapter, module) for module in self.adaptable[:3])
+        dattention = lora.backward(w, adapter, self.adaptable[3], attention, dy, batch, inner, gradients)
+        if not inner:
+            return {}, gradients
+        dheads = ops.attention.backward(q, k, v, self._scale, _split(dattention, self.spec.num_heads), self.spec.windows[self.layer])
+        del q, k, v, attention, dattention
+        dh = None
+        for module, dprojection in zip(self.adaptable[:3], self._heads_backward(w, raw, dheads), strict=True):
+            part = lora.backward(w, adapter, module, h, dprojection, batch, need_dx, gradients)
+            dh = part if dh is None else dh + part
+        if not need_dx:
+            return {}, gradients
+        return {"x": dy + ops.rms_norm.backward(x, w[self.norm]["weight"], self.spec.rms_norm_eps, dh)}, gradients
+
+    def _normed(self, w: Any, x: Any) -> Any:
+        return self.lora.ops.rms_norm.forward(x, w[self.norm]["weight"], self.spec.rms_norm_eps)
+
+    def _projections(self, w: Any, adapter: State, h: Any, batch: Batch) -> list[Any]:
+        return [self.lora.forward(w, adapter, module, h, batch) for module in self.adaptable[:3]]
+
+    def _heads(self, w: Any, q: Any, k: Any, v: Any) -> tuple[Any, Any, Any]:
+        """Projections [B,T,·] to heads [B,·,T,d]: split, normalised where the family does, turned by their positions."""
+        ops, spec = self.lora.ops, self.spec
+        q, k, v = _split(q, spec.num_heads), _split(k, spec.num_kv_heads), _split(v, spec.num_kv_heads)
+        if spec.qk_norm:
+            q = ops.rms_norm.forward(q, w[f"{self.name}.q_norm"]["weight"], spec.rms_norm_eps)
+            k = ops.rms_norm.forward(k, w[f"{self.name}.k_norm"]["weight"], spec.rms_norm_eps)
+        return ops.rope.forward(q, self.rope), ops.rope.forward(k, self.rope), v
+
+    def _heads_backward(self, w: Any, raw: list[Any], dheads: tuple[Any, Any, Any]) -> tuple[Any, Any, Any]:
+        """The reverse of `_heads`, given the projections and the gradients of the heads."""
+        ops, spec = self.lora.ops, self.spec
+        dq, dk, dv = dheads
+        dq, dk = ops.rope.backward(dq, self.rope), ops.rope.backward(dk, self.rope)
+        if spec.qk_norm:
+            dq = ops.rms_norm.backward(_split(raw[0], spec.num_heads), w[f"{self.name}.q_norm"]["weight"], spec.rms_norm_eps, dq)
+            dk = ops.rms_norm.backward(_split(raw[1], spec.num_kv_heads), w[f"{self.name}.k_norm"]["weight"], spec.rms_norm_eps, dk)
+        return _merge(dq), _merge(dk), _merge(dv)
+
+
+def _split(x: Any, heads: int) -> Any:
+    """[B,T,heads·d] to [B,heads,T,d]."""
+    batch, tokens, width = x.shape
+    return x.reshape(batch, tokens, heads, width // heads).transpose(0, 2, 1, 3)
+
+
+def _merge(x: Any) -> Any:
+    """[B,heads,T,d] to [B,T,heads·d]."""
+    batch, heads, tokens, width = x.shape
+    return x.transpose(0, 2, 1, 3).reshape(batch, tokens, heads * width)
+
+
+@dataclass(frozen=True, eq=False)
+class MLPStage:
+    """y = m + down(silu(gate(h)) * up(h)), with h = norm(m)."""
+
+    spec: ModelSpec
+    layer: int
+    lora: Lora
+
+    @property
+    def name(self) -> str:
+        return f"model.layers.{self.layer}.mlp"
+
+    @property
+    def norm(self) -> str:
+        return f"model.layers.{self.layer}.post_attention_layernorm"
+
+    @property
+    def adaptable(self) -> tuple[str, ...]:
+        return tuple(f"{self.name}.{module}" for module in MLP_MODULES.values())
+
+    @property
+    def modules(self) -> tuple[str, ...]:
+        return (self.norm, *self.adaptable)
+
+    def forward(self, w: Any, adapter: State, state: State, batch: Batch) -> tuple[State, State]:
+        """The sublayer's output; nothing is kept."""
+        x = state["x"]
+        return {"x": x + self.lora.ops.gated_mlp.forward(self._normed(w, x), *self._linears(w), *self._lora(adapter, batch))}, {}
+
+    def backward(self, w: Any, adapter: State, state: State, kept: State | None, dstate: State, batch: Batch, need_dx: bool) -> tuple[State, Gradients]:
+        """Gradients of the state and of the adapters. Recomputed: norm, gate, up; never down."""
+        ops, x, dy = self.lora.ops, state["x"], dstate["x"]
+        pairs, scale, dropout = self._lora(adapter, batch)
+        dh, dpairs = ops.gated_mlp.backward(self._normed(w, x), *self._linears(w), pairs, scale, dy, dropout, need_dx=need_dx)
+        gradients: Gradients = {}
+        for key, module in MLP_MODULES.items():
+            collect(gradients, f"{self.name}.{module}", dpairs[key])
+        if not need_dx:
+            return {}, gradients
+        return {"x": dy + ops.rms_norm.backward(x, w[self.norm]["weight"], self.spec.rms_norm_eps, dh)}, gradients
+
+    def _normed(self, w: Any, x: Any) -> Any:
+        return self.lora.ops.rms_norm.forward(x, w[self.norm]["weight"], self.spec.rms_norm_eps)
+
+    def _linears(self, w: Any) -> list[Any]:
+        return [w[module] for module in self.adaptable]
+
+    def _lora(self, adapter: State, batch: Batch) -> tuple[dict[str, Any], float, dict[str, Any] | None]:
+        pairs = {key: self.lora.pair(adapter, f"{self.name}.{module}") for key, module in MLP_MODULES.items()}
+        dropout = {key: self.lora.dropout(pairs[key], batch, f"{self.name}.{module}") for key, module in MLP_MODULES.items()}
+        return pairs, self.lora.scale, dropout if any(dropout.values()) else None
+
+
+Stage = AttentionStage | MLPStage
+
+
+@dataclass(frozen=True)
+class Embedding:
+    """x = rows of the embedding table; only the rows that an update's tokens name are read."""
+
+    ops: Any
+    dtype: Any
+    name: str = "model.embed_tokens"
+    modules: tuple[str, ...] = ()
+
+    def forward(self, w: Any, batch: Batch) -> State:
+        """The state of a group: x [B,T,D]."""
+        ids = batch.group.ids
+        rows, place = np.unique(ids, return_inverse=True)
+        table = self.ops.quantized.dequantize(w.take(self.name, rows), self.dtype)
+        return {"x": self.ops.arrays.take_rows(table, self.ops.arrays.asarray(place.reshape(-1))).reshape(*ids.shape, -1)}

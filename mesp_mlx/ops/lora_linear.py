@@ -1,0 +1,72 @@
+"""A frozen linear with a low-rank adapter (Hu et al., 2021, eq. 3; backward: MeSP, arXiv 2602.13069).
+
+Equals, with x̃ = dropout(x):
+
+    y = x @ W.T + bias + scale * ((x̃ @ A) @ B)          # A [in, R], B [R, out]
+
+Saved for backward: x. Recomputed: h = x̃ @ A [N, R], which costs less than keeping it for every module.
+The weight W stays packed (see `quantized`).
+"""
+
+from typing import Any
+
+import mlx.core as mx
+
+from mesp_mlx.ops import quantized
+from mesp_mlx.ops.quantized import Linear
+
+Pair = tuple[mx.array, mx.array]
+Dropout = tuple[mx.array, float]  # which inputs are kept (bool, shaped like x), and the rate at which they were dropped
+
+
+def drop(x: mx.array, dropout: Dropout | None) -> mx.array:
+    """x where it is kept, scaled so that its mean stays. Linear in x and its own transpose."""
+    if dropout is None:
+        return x
+    keep, rate = dropout
+    return mx.where(keep, x / (1 - rate), 0)
+
+
+def forward(x: mx.array, linear: Linear, lora: Pair | None, scale: float, dropout: Dropout | None = None) -> mx.array:
+    """x [..., in] -> y [..., out] in the dtype of x."""
+    y = quantized.matmul(x, linear)
+    if lora is None:
+        return y
+    a, b = lora
+    return y + (scale * (drop(x, dropout) @ a) @ b).astype(x.dtype)
+
+
+def backward(
+    x: mx.array, linear: Linear, lora: Pair | None, scale: float, dy: mx.array, dropout: Dropout | None = None, need_dx: bool = True
+) -> tuple[mx.array | None, Pair | None]:
+    """(dx [..., in] or None, (dA [in, R], dB [R, out]) float32 or None), given dy [..., out]."""
+    dx = quantized.matmul_transposed(dy, linear) if need_dx else None  # [N,out] @ [out,in] -> [N,in]
+    if lora is None:
+        return dx, None
+    a, b = lora
+    dropped, g = drop(x, dropout).reshape(-1, x.shape[-1]), dy.reshape(-1, dy.shape[-1])
+    h = scale * (dropped @ a)  # [N,in] @ [in,R] -> [N,R]
+    db = h.T @ g  # [R,N] @ [N,out] -> [R,out]
+    dh = scale * (g @ b.T)  # [N,out] @ [out,R] -> [N,R]
+    da = dropped.T @ dh  # [in,N] @ [N,R] -> [in,R]
+    if dx is not None:
+        dx = dx + drop((dh @ a.T).reshape(x.shape), dropout).astype(x.dtype)  # [N,R] @ [R,in] -> [N,in]
+    return dx, (da.astype(mx.float32), db.astype(mx.float32))
+
+
+def apply(x: mx.array, linear: Linear, a: mx.array, b: mx.array, scale: float, dropout: Dropout | None = None) -> mx.array:
+    """`forward` as an ordinary MLX function whose gradient is `backward`; the frozen linear gets zeros."""
+    return _apply(x, linear, a, b, scale, dropout)
+
+
+@mx.custom_function
+def _apply(x: mx.array, linear: Linear, a: mx.array, b: mx.array, scale: float, dropout: Dropout | None) -> mx.array:
+    return forward(x, linear, (a, b), scale, dropout)
+
+
+@_apply.vjp
+def _(primals: Any, dy: mx.array, _y: mx.array) -> Any:
+    x, linear, a, b, scale, dropout = primals
+    dx, pair = backward(x, linear, (a, b), scale, dy, dropout)
+    assert pair is not None
+    return dx, quantized.zeros_like(linear), pair[0].astype(a.dtype), pair[1].astype(b.dtype), scale, dropout and (mx.zeros_like(dropout[0]), dropout[1])

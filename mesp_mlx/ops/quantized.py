@@ -1,0 +1,126 @@
+"""Frozen linears, dense or in MLX's affine quantisation, and products with them.
+
+A linear is the parameters of MLX's Linear or QuantizedLinear as a dict: `weight` [out, in], or `weight` packed
+[out, in*bits/32] uint32 with `scales` and `biases` [out, in/group_size] and the integers `bits` and `group_size`;
+and `bias` [out] if it has one. The weight it stands for is
+
+    W[o, i] = scales[o, i // group_size] * code[o, i] + biases[o, i // group_size]
+
+A GPU multiplies by packed weights (mx.quantized_matmul). On a CPU device that kernel is scalar code, so a tile of rows is
+dequantised, in the dtype of the activations, and an ordinary product follows; tiles wait for one another, so that only
+about one of them exists at a time.
+"""
+
+from typing import Any
+
+import mlx.core as mx
+
+Linear = dict[str, Any]
+TILE_BYTES = 2_000_000  # of dequantised weights: stays in a core's cache, and large enough that a product is not all overhead
+
+
+def shape(linear: Linear) -> tuple[int, int]:
+    """(out, in) of the weight."""
+    out, width = linear["weight"].shape
+    return out, (width * 32 // linear["bits"] if "scales" in linear else width)
+
+
+def dequantize(linear: Linear, dtype: mx.Dtype) -> mx.array:
+    """The weight [out, in] in dtype, computed in it."""
+    if "scales" not in linear:
+        return linear["weight"].astype(dtype)
+    scales, biases = linear["scales"].astype(dtype), linear["biases"].astype(dtype)
+    return mx.dequantize(linear["weight"], scales, biases, group_size=linear["group_size"], bits=linear["bits"])
+
+
+def quantize(weight: mx.array, bits: int, group_size: int) -> Linear:
+    """The linear of a dense weight [out, in], in a multiple of group_size."""
+    packed, scales, biases = mx.quantize(weight, group_size=group_size, bits=bits)
+    return {"weight": packed, "scales": scales, "biases": biases, "bits": bits, "group_size": group_size}
+
+
+def rows(linear: Linear, i: int, j: int) -> Linear:
+    """Rows i to j: a linear with j - i outputs."""
+    return {name: value[i:j] if isinstance(value, mx.array) else value for name, value in linear.items()}
+
+
+def columns(linear: Linear, i: int, j: int) -> Linear:
+    """Columns i to j, without the bias: a linear with j - i inputs. Of a packed weight, i and j are multiples of 32 and of group_size (or the end)."""
+    if "scales" not in linear:
+        return {"weight": linear["weight"][:, i:j]}
+    bits, group = linear["bits"], linear["group_size"]
+    parts = {name: linear[name][:, i // group : j // group] for name in ("scales", "biases")}
+    return {**linear_without_bias(linear), **parts, "weight": linear["weight"][:, i * bits // 32 : j * bits // 32]}
+
+
+def linear_without_bias(linear: Linear) -> Linear:
+    """The same linear without its bias."""
+    return {name: value for name, value in linear.items() if name != "bias"}
+
+
+def take(linear: Linear, index: mx.array, dtype: mx.Dtype) -> mx.array:
+    """Rows of the weight at integer index [n] -> [n, in], dequantised: embeddings, and the targets' rows of a head."""
+    chosen = {name: mx.take(value, index, axis=0) if isinstance(value, mx.array) else value for name, value in linear.items()}
+    return dequantize(chosen, dtype)
+
+
+def unpacked(linear: Linear, dtype: mx.Dtype) -> Linear:
+    """The linear as products read it, for a tile that several products share: dequantised on a CPU, as it is on a GPU."""
+    if not _on_cpu() and "scales" in linear:
+        return linear
+    return {"weight": dequantize(linear, dtype)} | ({"bias": linear["bias"]} if "bias" in linear else {})
+
+
+def wait(linear: Linear, after: list[mx.array]) -> Linear:
+    """The linear, not to be read before the arrays in `after` are computed."""
+    names = [name for name, value in linear.items() if isinstance(value, mx.array)]
+    return {**linear, **dict(zip(names, mx.depends([linear[name] for name in names], after), strict=True))} if after else linear
+
+
+def zeros_like(linear: Linear) -> Linear:
+    """The cotangent of a frozen linear: lazy zeros, which are never computed unless someone asks for them."""
+    return {name: mx.zeros_like(value) if isinstance(value, mx.array) else value for name, value in linear.items()}
+
+
+def matmul(x: mx.array, linear: Linear) -> mx.array:
+    """x [..., in] Wᵀ + bias -> [..., out], in the dtype of x."""
+    if not _on_cpu() and "scales" in linear:
+        y = _quantized_matmul(x, linear, transpose=True)
+    else:
+        pieces: list[mx.array] = []
+        for i, j in _tiles(linear, x.dtype):
+            weight = dequantize(wait(rows(linear_without_bias(linear), i, j), pieces[-1:]), x.dtype)
+            pieces.append(x @ weight.T)
+        y = pieces[0] if len(pieces) == 1 else mx.concatenate(pieces, axis=-1)
+    return y + linear["bias"].astype(x.dtype) if "bias" in linear else y
+
+
+def matmul_transposed(dy: mx.array, linear: Linear) -> mx.array:
+    """dy [..., out] W -> [..., in], in the dtype of dy: the backward of `matmul`. Sums over tiles are float32."""
+    if not _on_cpu() and "scales" in linear:
+        return _quantized_matmul(dy, linear, transpose=False)
+    dx: mx.array | None = None
+    for i, j in _tiles(linear, dy.dtype):
+        weight = dequantize(wait(rows(linear_without_bias(linear), i, j), [] if dx is None else [dx]), dy.dtype)
+        part = dy[..., i:j] @ weight
+        dx = part if dx is None else dx.astype(mx.float32) + part
+    assert dx is not None
+    return dx.astype(dy.dtype)
+
+
+def _on_cpu() -> bool:
+    return mx.default_device() == mx.cpu
+
+
+def _quantized_matmul(x: mx.array, linear: Linear, transpose: bool) -> mx.array:
+    bits, group = linear["bits"], linear["group_size"]
+    return mx.quantized_matmul(x, linear["weight"], linear["scales"], linear["biases"], transpose=transpose, group_size=group, bits=bits).astype(x.dtype)
+
+
+def _tiles(linear: Linear, dtype: mx.Dtype) -> list[tuple[int, int]]:
+    """Ranges of rows whose dequantised form takes about TILE_BYTES; one range where the weight is used as it is."""
+    out, width = shape(linear)
+    if linear["weight"].dtype == dtype:
+        return [(0, out)]
+    step = max(8, TILE_BYTES // (width * dtype.size) // 8 * 8)
+    return [(i, min(i + step, out)) for i in range(0, out, step)]

@@ -1,0 +1,46 @@
+"""Root-mean-square normalisation (Zhang & Sennrich, 2019, eq. 4).
+
+Equals, row by row:
+
+    r = 1 / sqrt(mean(x * x) + eps)          # [..., 1]
+    y = x * r * weight                       # [..., D]
+
+Saved for backward: x, which the caller has anyway. Recomputed: r, one number per row.
+"""
+
+from typing import Any
+
+import mlx.core as mx
+
+
+def forward(x: mx.array, weight: mx.array, eps: float) -> mx.array:
+    """Normalise x [..., D] by its rows' root mean square and scale by weight [D], in the dtype of x."""
+    return mx.fast.rms_norm(x, weight, eps).astype(x.dtype)
+
+
+def backward(x: mx.array, weight: mx.array, eps: float, dy: mx.array) -> mx.array:
+    """The gradient with respect to x [..., D], given dy [..., D]; weight is frozen.
+
+    With g = dy * weight and r as above, dr/dx = -x r^3 / D, so
+
+        dx = r g - x r^3 mean(x g)
+    """
+    x32, g = x.astype(mx.float32), dy.astype(mx.float32) * weight
+    r = mx.rsqrt(mx.mean(x32 * x32, axis=-1, keepdims=True) + eps)
+    return (r * g - x32 * (r * r * r * mx.mean(x32 * g, axis=-1, keepdims=True))).astype(x.dtype)
+
+
+def apply(x: mx.array, weight: mx.array, eps: float) -> mx.array:
+    """`forward` as an ordinary MLX function whose gradient is `backward`; the frozen weight gets zeros."""
+    return _apply(x, weight, eps)
+
+
+@mx.custom_function
+def _apply(x: mx.array, weight: mx.array, eps: float) -> mx.array:
+    return forward(x, weight, eps)
+
+
+@_apply.vjp
+def _(primals: Any, dy: mx.array, _y: mx.array) -> Any:
+    x, weight, eps = primals
+    return backward(x, weight, eps, dy), mx.zeros_like(weight), eps

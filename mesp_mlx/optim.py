@@ -1,0 +1,179 @@
+"""Optimizers over a flat dict of adapter tensors, one tensor at a time: mlx.optimizers on MLX, its NumPy twins elsewhere.
+
+A tensor's new value and state replace the old ones before the next tensor is touched, so memory never holds a second adapter.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from mesp_mlx.errors import UserError
+
+# Every option of the optimizers served. Adam's defaults differ from mlx.optimizers': bias correction on, no weight decay.
+ADAM = {"betas": (0.9, 0.999), "eps": 1e-8, "bias_correction": True}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "sgd": {"momentum": 0.0, "weight_decay": 0.0, "dampening": 0.0, "nesterov": False},
+    "adam": ADAM,
+    "adamw": {**ADAM, "weight_decay": 0.0},
+}
+NOT_YET = ("adafactor", "adamax", "adadelta", "adagrad", "lion", "muon", "rmsprop")
+
+# (gradient, parameter, state of this tensor, update counted from 1, learning rate) -> new parameter; puts the new state into `state`
+Rule = Callable[[Any, Any, dict[str, Any], int, float], Any]
+
+
+@dataclass
+class Optimizer:
+    """An optimizer and what it remembers: the number of updates made, and each tensor's moments, by adapter tensor name."""
+
+    name: str
+    options: dict[str, Any]
+    backend: Any
+    rule: Rule
+    slots: tuple[str, ...]
+    updates: int = 0
+    state: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+    def apply(self, adapter: dict[str, Any], gradients: Mapping[str, Any], learning_rate: float) -> dict[str, Any]:
+        """One update: replaces in `adapter`, tensor by tensor, all that have a gradient, and returns it."""
+        self.start_update()
+        for name, gradient in gradients.items():
+            adapter[name] = self.apply_one(name, adapter[name], gradient, learning_rate)
+        return adapter
+
+    def start_update(self) -> None:
+        """Count an update whose tensors `apply_one` will take, for gradients that arrive stage by stage."""
+        self.updates += 1
+
+    def apply_one(self, name: str, parameter: Any, gradient: Any, learning_rate: float) -> Any:
+        """The new value of one tensor, evaluated, in the update that `start_update` began."""
+        if name not in self.state:
+            self.state[name] = {slot: self.backend.arrays.zeros(parameter.shape, parameter.dtype) for slot in self.slots}
+        state = self.state[name]
+        new = self.rule(gradient, parameter, state, self.updates, learning_rate)
+        self.backend.arrays.evaluate(new, state)
+        return new
+
+    def state_bytes(self, adapter_bytes: int) -> int:
+        """What the state of an adapter of that size takes, in bytes."""
+        return len(self.slots) * adapter_bytes
+
+
+def make(name: str, options: Mapping[str, Any] | None, backend: Any) -> Optimizer:
+    """An optimizer of `OPTIONS` by name, with the options given instead of its defaults.
+
+    Raises:
+        UserError: an optimizer or option that is not served, or a value that can't be used.
+    """
+    chosen = name.lower()
+    if chosen not in OPTIONS:
+        known = "not served yet" if chosen in NOT_YET else "unknown"
+        raise UserError(f"setting up the optimizer: {name!r} is {known}. Served: {', '.join(OPTIONS)}.")
+    unknown = [option for option in options or {} if option not in OPTIONS[chosen]]
+    if unknown:
+        raise UserError(f"setting up the optimizer: {chosen} has no option {', '.join(map(repr, unknown))}. It has {', '.join(OPTIONS[chosen])}.")
+    full = OPTIONS[chosen] | dict(options or {})
+    for option, value in full.items():
+        _check(chosen, option, value)
+    if full.get("nesterov") and (full["momentum"] <= 0 or full["dampening"] != 0):
+        raise UserError("setting up the optimizer: sgd's nesterov needs a momentum above 0 and no dampening.")
+    if chosen == "sgd":
+        slots: tuple[str, ...] = ("v",) if full["momentum"] > 0 else ()
+    else:
+        slots = ("m", "v")
+    rule = _mlx_rule(chosen, full) if backend.arrays.name == "mlx" else _numpy_rule(chosen, full)
+    return Optimizer(chosen, full, backend, rule, slots)
+
+
+def clip_factor(norm: float, limit: float) -> float:
+    """What to multiply all gradients by so that their global norm stays below the limit; 0 = no limit. As mlx.optimizers.clip_grad_norm."""
+    return min(1.0, limit / (norm + 1e-6)) if limit > 0 else 1.0
+
+
+def global_norm(gradients: Mapping[str, Any], backend: Any) -> float:
+    """The Euclidean norm of all gradients together."""
+    return math.sqrt(math.fsum(backend.arrays.sum_squares(gradient) for gradient in gradients.values()))
+
+
+def _check(name: str, option: str, value: Any) -> None:
+    def number(v: Any) -> bool:
+        return isinstance(v, int | float) and not isinstance(v, bool) and math.isfinite(v)
+
+    if option in ("nesterov", "bias_correction"):
+        fits, expected = isinstance(value, bool), "true or false"
+    elif option == "betas":
+        fits, expected = isinstance(value, list | tuple) and len(value) == 2 and all(number(v) and 0 <= v < 1 for v in value), "two numbers in [0, 1)"
+    else:
+        fits, expected = number(value) and value >= 0, "a number of at least 0"
+    if not fits:
+        raise UserError(f"setting up the optimizer: {name}'s {option} is {value!r}, expected {expected}.")
+
+
+def _mlx_rule(name: str, options: dict[str, Any]) -> Rule:
+    """The rule of mlx.optimizers itself, called for one tensor."""
+    import mlx.core as mx
+    from mlx import optimizers
+
+    optimizer = {"sgd": optimizers.SGD, "adam": optimizers.Adam, "adamw": optimizers.AdamW}[name](learning_rate=0.0, **options)
+
+    def rule(gradient: Any, parameter: Any, state: dict[str, Any], update: int, learning_rate: float) -> Any:
+        optimizer.learning_rate = learning_rate
+        optimizer.state["step"] = mx.array(update, mx.uint64)
+        return optimizer.apply_single(gradient, parameter, state)
+
+    return rule
+
+
+def _numpy_rule(name: str, options: dict[str, Any]) -> Rule:
+    if name == "sgd":
+        return lambda *tensor: _sgd(*tensor, **options)
+    return lambda *tensor: _adam(*tensor, **options)
+
+
+def _sgd(
+    gradient: np.ndarray,
+    parameter: np.ndarray,
+    state: dict[str, np.ndarray],
+    update: int,
+    learning_rate: float,
+    *,
+    momentum: float,
+    weight_decay: float,
+    dampening: float,
+    nesterov: bool,
+) -> np.ndarray:
+    """v = mu v + (1 - tau) g; w -= lr v; nesterov takes g + mu v instead of v. Twin of mlx.optimizers.SGD."""
+    if weight_decay:
+        gradient = gradient + weight_decay * parameter
+    if momentum > 0:
+        state["v"] = momentum * state["v"] + (1 - dampening) * gradient
+        gradient = gradient + momentum * state["v"] if nesterov else state["v"]
+    return parameter - np.float32(learning_rate) * gradient
+
+
+def _adam(
+    gradient: np.ndarray,
+    parameter: np.ndarray,
+    state: dict[str, np.ndarray],
+    update: int,
+    learning_rate: float,
+    *,
+    betas: tuple[float, float],
+    eps: float,
+    bias_correction: bool,
+    weight_decay: float = 0.0,
+) -> np.ndarray:
+    """m = b1 m + (1-b1) g; v = b2 v + (1-b2) g²; w = (1 - lr decay) w - lr m̂ / (sqrt(v̂) + eps). Twin of mlx.optimizers.Adam and AdamW."""
+    b1, b2, lr, one = np.float32(betas[0]), np.float32(betas[1]), np.float32(learning_rate), np.float32(1)
+    parameter = parameter * (one - lr * np.float32(weight_decay)) if weight_decay else parameter
+    state["m"] = b1 * state["m"] + np.float32(1 - betas[0]) * gradient
+    state["v"] = b2 * state["v"] + np.float32(1 - betas[1]) * np.square(gradient)
+    if not bias_correction:
+        return parameter - lr * state["m"] / (np.sqrt(state["v"]) + np.float32(eps))
+    # In float32, as mlx.optimizers does: 1 - b2^t has few correct digits at first, and twins must round alike.
+    step = np.float32(update)
+    c1, c2 = lr / (one - b1**step), one / np.sqrt(one - b2**step)
+    return parameter - c1 * state["m"] / (np.sqrt(state["v"]) * c2 + np.float32(eps))

@@ -1,0 +1,47 @@
+"""A frozen linear with a low-rank adapter: the twin of `mesp_mlx.ops.lora_linear`.
+
+    y = x @ W.T + bias + scale * ((x̃ @ A) @ B)          # A [in, R], B [R, out], x̃ = dropout(x)
+"""
+
+import numpy as np
+
+from mesp_mlx.reference import quantized
+from mesp_mlx.reference.quantized import Linear
+
+Pair = tuple[np.ndarray, np.ndarray]
+Dropout = tuple[np.ndarray, float]  # which inputs are kept (bool, shaped like x), and the rate at which they were dropped
+
+
+def drop(x: np.ndarray, dropout: Dropout | None) -> np.ndarray:
+    """x where it is kept, scaled so that its mean stays. Linear in x and its own transpose."""
+    if dropout is None:
+        return x
+    keep, rate = dropout
+    return x * (keep * x.dtype.type(1 / (1 - rate)))
+
+
+def forward(x: np.ndarray, linear: Linear, lora: Pair | None, scale: float, dropout: Dropout | None = None) -> np.ndarray:
+    """x [..., in] -> y [..., out] in the dtype of x."""
+    y = quantized.matmul(x, linear)
+    if lora is not None:
+        a, b = lora
+        y += scale * (drop(x, dropout) @ a) @ b
+    return y
+
+
+def backward(
+    x: np.ndarray, linear: Linear, lora: Pair | None, scale: float, dy: np.ndarray, dropout: Dropout | None = None, need_dx: bool = True
+) -> tuple[np.ndarray | None, Pair | None]:
+    """(dx [..., in] or None, (dA [in, R], dB [R, out]) or None), given dy [..., out]."""
+    dx = quantized.matmul_transposed(dy, linear) if need_dx else None  # [N,out] @ [out,in] -> [N,in]
+    if lora is None:
+        return dx, None
+    a, b = lora
+    dropped, g = drop(x, dropout).reshape(-1, x.shape[-1]), dy.reshape(-1, dy.shape[-1])
+    h = scale * (dropped @ a)  # [N,in] @ [in,R] -> [N,R]
+    db = h.T @ g  # [R,N] @ [N,out] -> [R,out]
+    dh = scale * (g @ b.T)  # [N,out] @ [out,R] -> [N,R]
+    da = dropped.T @ dh  # [in,N] @ [N,R] -> [in,R]
+    if dx is not None:
+        dx += drop((dh @ a.T).reshape(x.shape), dropout)  # [N,R] @ [R,in] -> [N,in]
+    return dx, (da, db)

@@ -1,0 +1,151 @@
+"""Frozen linears, dense or in MLX's affine quantisation, and products with them: the twin of `mesp_mlx.ops.quantized`.
+
+A packed row is a stream of codes of `bits` bits, lowest bit first, cut into little-endian 32-bit words. Dequantised:
+
+    W[o, i] = scales[o, i // group_size] * code[o, i] + biases[o, i // group_size]
+"""
+
+import functools
+from typing import Any
+
+import numpy as np
+
+Linear = dict[str, Any]
+TILE_BYTES = 2_000_000  # of dequantised weights: stays in a core's cache, and large enough that a product is not all overhead
+
+
+def shape(linear: Linear) -> tuple[int, int]:
+    """(out, in) of the weight."""
+    out, width = linear["weight"].shape
+    return out, (width * 32 // linear["bits"] if "scales" in linear else width)
+
+
+def dequantize(linear: Linear, dtype: Any) -> np.ndarray:
+    """The weight [out, in] in dtype, computed in it."""
+    weight = linear["weight"]
+    if "scales" not in linear:
+        return weight.astype(dtype, copy=False)
+    codes = _codes(np.ascontiguousarray(weight), linear["bits"], np.dtype(dtype))
+    groups = codes.reshape(*linear["scales"].shape, linear["group_size"])
+    groups *= linear["scales"].astype(dtype, copy=False)[..., None]
+    groups += linear["biases"].astype(dtype, copy=False)[..., None]
+    return codes
+
+
+def quantize(weight: np.ndarray, bits: int, group_size: int) -> Linear:
+    """The linear of a dense float32 weight [out, in], in a multiple of group_size, exactly as mx.quantize makes it.
+
+    Per group: the end of the range with the larger magnitude is represented exactly, and so is zero.
+    """
+    out, width = weight.shape
+    groups = weight.astype(np.float32, copy=False).reshape(out, width // group_size, group_size)
+    low, high = groups.min(axis=-1), groups.max(axis=-1)
+    top = np.float32(2**bits - 1)
+    lower_end = np.abs(low) > np.abs(high)
+    scales = np.maximum((high - low) / top, np.float32(1e-7))
+    scales = np.where(lower_end, scales, -scales)
+    edge = np.where(lower_end, low, high)
+    steps = np.rint(edge / scales)
+    scales = np.divide(edge, steps, out=scales, where=steps != 0)
+    biases = np.where(steps != 0, edge, np.float32(0))
+    codes = np.clip(np.rint((groups - biases[..., None]) / scales[..., None]), 0, top).astype(np.uint8)
+    packed = _pack(codes.reshape(out, width), bits)
+    return {"weight": packed, "scales": scales, "biases": biases, "bits": bits, "group_size": group_size}
+
+
+def rows(linear: Linear, i: int, j: int) -> Linear:
+    """Rows i to j: a linear with j - i outputs."""
+    return {name: value[i:j] if isinstance(value, np.ndarray) else value for name, value in linear.items()}
+
+
+def columns(linear: Linear, i: int, j: int) -> Linear:
+    """Columns i to j, without the bias: a linear with j - i inputs. Of a packed weight, i and j are multiples of 32 and of group_size (or the end)."""
+    if "scales" not in linear:
+        return {"weight": linear["weight"][:, i:j]}
+    bits, group = linear["bits"], linear["group_size"]
+    parts = {name: linear[name][:, i // group : j // group] for name in ("scales", "biases")}
+    return {**linear_without_bias(linear), **parts, "weight": linear["weight"][:, i * bits // 32 : j * bits // 32]}
+
+
+def linear_without_bias(linear: Linear) -> Linear:
+    """The same linear without its bias."""
+    return {name: value for name, value in linear.items() if name != "bias"}
+
+
+def take(linear: Linear, index: np.ndarray, dtype: Any) -> np.ndarray:
+    """Rows of the weight at integer index [n] -> [n, in], dequantised: embeddings, and the targets' rows of a head."""
+    return dequantize({name: value[index] if isinstance(value, np.ndarray) else value for name, value in linear.items()}, dtype)
+
+
+def unpacked(linear: Linear, dtype: Any) -> Linear:
+    """The linear as products read it, for a tile that several products share: dequantised."""
+    return {"weight": dequantize(linear, dtype)} | ({"bias": linear["bias"]} if "bias" in linear else {})
+
+
+def matmul(x: np.ndarray, linear: Linear) -> np.ndarray:
+    """x [..., in] Wᵀ + bias -> [..., out], in the dtype of x."""
+    flat = x.reshape(-1, x.shape[-1])
+    y = np.empty((len(flat), shape(linear)[0]), x.dtype)
+    for i, j in _tiles(linear, x.dtype):
+        np.matmul(flat, dequantize(rows(linear, i, j), x.dtype).T, out=y[:, i:j])
+    if "bias" in linear:
+        y += linear["bias"]
+    return y.reshape(*x.shape[:-1], -1)
+
+
+def matmul_transposed(dy: np.ndarray, linear: Linear) -> np.ndarray:
+    """dy [..., out] W -> [..., in], in the dtype of dy: the backward of `matmul`."""
+    flat = dy.reshape(-1, dy.shape[-1])
+    dx = np.zeros((len(flat), shape(linear)[1]), dy.dtype)
+    for i, j in _tiles(linear, dy.dtype):
+        dx += flat[:, i:j] @ dequantize(rows(linear, i, j), dy.dtype)
+    return dx.reshape(*dy.shape[:-1], -1)
+
+
+def _tiles(linear: Linear, dtype: Any) -> list[tuple[int, int]]:
+    """Ranges of rows whose dequantised form takes about TILE_BYTES; one range where the weight is used as it is."""
+    out, width = shape(linear)
+    if linear["weight"].dtype == dtype:
+        return [(0, out)]
+    step = max(8, TILE_BYTES // (width * np.dtype(dtype).itemsize) // 8 * 8)
+    return [(i, min(i + step, out)) for i in range(0, out, step)]
+
+
+@functools.lru_cache(maxsize=16)
+def _table(bits: int, dtype: np.dtype) -> np.ndarray:
+    """[256, 8/bits]: the codes that each byte holds, for 2, 4 and 8 bits."""
+    shifts = np.arange(0, 8, bits)
+    return ((np.arange(256)[:, None] >> shifts) & (2**bits - 1)).astype(dtype)
+
+
+def _codes(packed: np.ndarray, bits: int, dtype: np.dtype) -> np.ndarray:
+    """Unpack uint32 [out, words] into codes [out, words*32/bits] of dtype."""
+    out, words = packed.shape
+    codes = np.empty((out, words * 32 // bits), dtype)
+    if 8 % bits == 0:
+        # One look-up per byte is several times faster than shifting and masking; `clip` is what lets take write into `out` directly.
+        np.take(_table(bits, dtype), packed.view(np.uint8), axis=0, out=codes.reshape(out, words * 4, 8 // bits), mode="clip")
+        return codes
+    # 32 codes of `bits` bits fill `bits` words exactly, so each of the 32 places has one word and one shift, for all periods at once.
+    period = packed.reshape(out, -1, bits)
+    places = codes.reshape(out, -1, 32)
+    for place in range(32):
+        word, shift = divmod(place * bits, 32)
+        value = period[..., word] >> np.uint32(shift)
+        if shift + bits > 32:
+            value = value | period[..., word + 1] << np.uint32(32 - shift)
+        places[..., place] = value & np.uint32(2**bits - 1)
+    return codes
+
+
+def _pack(codes: np.ndarray, bits: int) -> np.ndarray:
+    """Pack codes [out, in] into uint32 [out, in*bits/32]: the inverse of `_codes`."""
+    out, width = codes.shape
+    places = codes.astype(np.uint32).reshape(out, width // 32, 32)
+    period = np.zeros((out, width // 32, bits), np.uint32)
+    for place in range(32):
+        word, shift = divmod(place * bits, 32)
+        period[..., word] |= places[..., place] << np.uint32(shift)
+        if shift + bits > 32:
+            period[..., word + 1] |= places[..., place] >> np.uint32(32 - shift)
+    return period.reshape(out, width * bits // 32)

@@ -1,0 +1,242 @@
+"""What a run prints and writes: panels and a live line on a terminal, plain lines elsewhere, and one JSON object per event.
+
+Nothing here computes; the run hands over what it measured. Sizes come in bytes and are printed in MB = 10^6 bytes.
+"""
+
+import json
+import math
+import os
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, TextIO
+
+from rich.console import Console
+from rich.live import Live
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from mesp_mlx.errors import UserError
+
+
+def megabytes(n_bytes: int) -> str:
+    """A size as people read it: `62.5 MB`."""
+    return f"{n_bytes / 1e6:,.1f} MB"
+
+
+class Report:
+    """One run's voice. A context manager, so that an error finds the terminal as it was.
+
+    json_log: file for the events, or None. Raises UserError if it can't be written; an older log is replaced by the first event.
+    """
+
+    def __init__(self, json_log: str | Path | None = None, stream: TextIO | None = None):
+        stream = sys.stdout if stream is None else stream
+        self._is_terminal = stream.isatty() and os.environ.get("TERM") != "dumb"
+        self._console = Console(file=stream, force_terminal=self._is_terminal, markup=False, highlight=False, emoji=False)
+        self._live: Live | None = None
+        self._iterations = 0
+        self._memory = ""  # as last measured
+        self._log = None
+        if json_log is not None:
+            self._is_new_log = not os.path.exists(json_log)
+            try:
+                self._log = open(json_log, "a", encoding="utf-8")  # noqa: SIM115  (closed by __exit__)
+            except OSError as error:
+                raise UserError(f"opening the log {json_log}: {error.strerror}; choose another file with --json-log") from None
+            self._log_is_empty = True
+
+    def __enter__(self) -> "Report":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._close_live()
+        if self._log is not None:
+            self._log.close()
+            if self._log_is_empty and self._is_new_log:  # nothing happened: leave nothing behind
+                os.unlink(self._log.name)
+
+    def note(self, text: str) -> None:
+        """A line of its own, above the live one."""
+        self._console.print(Text(_printable(text)), soft_wrap=True)
+
+    def start(
+        self,
+        *,
+        model: str,
+        family: str,
+        backend: str,
+        modules: int,
+        parameters: int,
+        adapter_bytes: int,
+        rank: int,
+        scale: float,
+        train_rows: int,
+        valid_rows: int,
+        tokens: int,
+        supervised_tokens: int,
+        rows_cut: int,
+        rows_skipped: int,
+        iterations: int,
+        updates: int,
+        max_seq_length: int,
+        predicted_peak_bytes: int | None = None,
+    ) -> None:
+        """What is about to happen. tokens and supervised_tokens count one pass over the training rows, after cutting."""
+        event = {key: value for key, value in locals().items() if key != "self"}
+        self._iterations = iterations
+        self._write("start", event)
+        share = supervised_tokens / tokens if tokens else 0.0
+        rows = {
+            "model": f"{model} ({family}) on {backend}",
+            "adapter": f"{modules} modules, {parameters:,} parameters, {megabytes(adapter_bytes)}; rank {rank}, scale {scale:g}",
+            "data": f"{train_rows:,} rows, {tokens:,} tokens, {share:.0%} supervised; {valid_rows:,} validation rows",
+            "training": f"{iterations:,} iterations, {updates:,} updates, rows of up to {max_seq_length:,} tokens",
+        }
+        if rows_cut:
+            rows["cut"] = f"{_count(rows_cut, 'row')} longer than {max_seq_length:,} tokens: see --max-seq-length"
+        if rows_skipped:
+            rows["skipped"] = f"{_count(rows_skipped, 'row')} with nothing supervised"
+        if predicted_peak_bytes is not None:
+            rows["memory"] = f"{megabytes(predicted_peak_bytes)} predicted peak"
+        self._panel("mesp-mlx finetune", rows)
+
+    def step(self, *, iteration: int, train_loss: float, learning_rate: float, tokens_per_second: float, iterations_per_second: float) -> None:
+        """Refresh the live line between two reports. Prints and writes nothing elsewhere."""
+        if self._is_terminal:
+            self._progress(iteration, train_loss, learning_rate, tokens_per_second, iterations_per_second, None, None)
+
+    def train(
+        self,
+        *,
+        iteration: int,
+        train_loss: float,
+        learning_rate: float,
+        iterations_per_second: float,
+        tokens_per_second: float,
+        trained_tokens: int,
+        peak_memory_bytes: int | None,
+        memory_bytes: int | None = None,
+    ) -> None:
+        """A report every few iterations: the mean loss since the last one, and the rate of the last update. memory_bytes, now, is only printed."""
+        event = {key: value for key, value in locals().items() if key not in ("self", "memory_bytes")}
+        self._write("train", event)
+        self._progress(iteration, train_loss, learning_rate, tokens_per_second, iterations_per_second, memory_bytes, peak_memory_bytes)
+
+    def validation(self, iteration: int, val_loss: float) -> None:
+        self._write("validation", {"iteration": iteration, "val_loss": val_loss})
+        self.note(f"iteration {iteration}: validation loss {val_loss:.4f}")
+
+    def save(self, iteration: int, path: str | Path) -> None:
+        self._write("save", {"iteration": iteration, "path": str(path)})
+        self.note(f"iteration {iteration}: saved {path}")
+
+    def end(
+        self,
+        *,
+        val_loss_before: float | None,
+        val_loss_after: float | None,
+        reply_before: str | None,
+        reply_after: str | None,
+        allocator_peak_bytes: int | None,
+        process_peak_bytes: int | None,
+        seconds: float,
+        prompt: str | None = None,
+        files: Sequence[str | Path] = (),
+        model_folder: str | Path | None = None,
+        adapter_path: str | Path | None = None,
+    ) -> None:
+        """What came of it. None is said as not measured; model_folder is the one mlx-lm needs (the converted one, if it was converted)."""
+        event = {key: value for key, value in locals().items() if key not in ("self", "prompt", "files", "model_folder", "adapter_path")}
+        self._write("end", event)
+        self._close_live()
+        rows = {"validation loss": _change(val_loss_before, val_loss_after)}
+        if reply_after is not None:
+            rows |= {"prompt": prompt or "", "reply before": reply_before or "(nothing)", "reply after": reply_after or "(nothing)"}
+        allocator = "not counted on NumPy" if allocator_peak_bytes is None else megabytes(allocator_peak_bytes)
+        process = "not measured" if process_peak_bytes is None else megabytes(process_peak_bytes)
+        rows["peak memory"] = f"{process} by the operating system, {allocator} by the allocator"
+        rows["time"] = _duration(seconds)
+        if files:
+            rows["files"] = ", ".join(str(file) for file in files)
+        self._panel("done", rows)
+        if model_folder is not None and adapter_path is not None:
+            self.note("use it with mlx-lm:")
+            asked = f" --prompt {shlex.quote(prompt)}" if prompt else ' --prompt "…"'
+            self.note(f"  mlx_lm.generate --model {shlex.quote(str(model_folder))} --adapter-path {shlex.quote(str(adapter_path))}{asked}")
+
+    def _progress(
+        self, iteration: int, loss: float, rate: float, tokens_per_second: float, iterations_per_second: float, now: int | None, peak: int | None
+    ) -> None:
+        left = (self._iterations - iteration) / iterations_per_second if iterations_per_second > 0 else None
+        parts = [f"iteration {iteration}/{self._iterations}", f"loss {loss:.4f}", f"rate {rate:.2e}", f"{tokens_per_second:,.0f} tokens/s"]
+        parts.append("" if left is None else f"{_duration(left)} left")
+        sizes = {"memory": now, "peak": peak}
+        self._memory = ", ".join(f"{name} {megabytes(size)}" for name, size in sizes.items() if size is not None) or self._memory
+        line = Text(", ".join(part for part in [*parts, self._memory] if part), no_wrap=True, overflow="ellipsis")
+        if not self._is_terminal:
+            self._console.print(line, soft_wrap=True)
+            return
+        if self._live is None:
+            self._live = Live(console=self._console, auto_refresh=False)
+            self._live.start()
+        self._live.update(line, refresh=True)
+
+    def _panel(self, title: str, rows: dict[str, str]) -> None:
+        if self._is_terminal:
+            table = Table.grid(padding=(0, 2))
+            for name, value in rows.items():
+                table.add_row(Text(name, style="bold"), Text(_printable(value)))
+            self._console.print(Panel(table, title=title, title_align="left", expand=False))
+            return
+        width = max(len(name) for name in rows)
+        self.note(title)
+        for name, value in rows.items():
+            self.note(f"  {name:<{width}}  " + value.replace("\n", "\n" + " " * (width + 4)))
+
+    def _write(self, event: str, fields: dict[str, Any]) -> None:
+        if self._log is None:
+            return
+        if self._log_is_empty:
+            self._log.truncate(0)
+            self._log_is_empty = False
+        self._log.write(json.dumps({"event": event} | {key: _plain(value) for key, value in fields.items()}, ensure_ascii=False, allow_nan=False) + "\n")
+        self._log.flush()
+
+    def _close_live(self) -> None:
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+
+
+def _plain(value: Any) -> Any:
+    """A JSON value: arrays of one number become the number, and what is not a number becomes null."""
+    value = value.item() if hasattr(value, "item") else value
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _printable(text: str) -> str:
+    """Text without the control characters that a model's reply could move a terminal's cursor with."""
+    return "".join(c if c.isprintable() or c == "\n" else " " if c.isspace() else "\N{REPLACEMENT CHARACTER}" for c in text)
+
+
+def _count(n: int, thing: str) -> str:
+    return f"{n:,} {thing}" + ("" if n == 1 else "s")
+
+
+def _change(before: float | None, after: float | None) -> str:
+    if before is None or after is None:
+        return "not measured"
+    return f"{before:.4f} -> {after:.4f}" + (f" ({(after - before) / before:+.1%})" if before else "")
+
+
+def _duration(seconds: float) -> str:
+    """`42 s`, `3 min 05 s`, `2 h 07 min`."""
+    whole = round(seconds)
+    if whole < 60:
+        return f"{seconds:.1f} s" if seconds < 10 else f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60:02d} s"
+    return f"{whole // 3600} h {whole % 3600 // 60:02d} min"

@@ -1,0 +1,356 @@
+"""Turns to ids and masks, with small tokenizers made here: ids against transformers' own, masks against the replies written out by hand."""
+
+import json
+import os
+import subprocess
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from mesp_mlx.data import tokens
+from mesp_mlx.data.masks import assistant_spans, token_mask
+from mesp_mlx.data.tokens import TokenSet, decode, encode
+from mesp_mlx.errors import UserError
+
+CHATML = """{%- if tools %}<|im_start|>system
+Tools: {{ tools | tojson }}<|im_end|>
+{% endif %}
+{%- for m in messages %}<|im_start|>{{ m.role }}
+{{ m.content or '' }}
+{%- for call in m.tool_calls or [] %}
+<tool_call>{{ call.function | tojson }}</tool_call>
+{%- endfor %}<|im_end|>
+{% endfor %}
+{%- if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+
+LLAMA = """{{ '<|begin|>' }}
+{%- for m in messages %}{{ '<|start_header|>' + m.role + '<|end_header|>\\n\\n' + m.content | trim + '<|eot|>' }}{% endfor %}
+{%- if add_generation_prompt %}{{ '<|start_header|>assistant<|end_header|>\\n\\n' }}{% endif %}"""
+
+# As Mistral's: no generation prompt, the system prompt stands before the last user turn, roles must alternate
+MISTRAL = """{%- if messages[0].role == 'system' %}{% set system = messages[0].content + '\\n\\n' %}{% set turns = messages[1:] %}
+{%- else %}{% set system = '' %}{% set turns = messages %}{% endif %}{{ '<s>' }}
+{%- for m in turns %}
+{%- if (m.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('Roles must alternate user/assistant') }}{% endif %}
+{%- if m.role == 'user' %}{{ '[INST] ' + (system if loop.index0 >= turns | length - 2 else '') + m.content + ' [/INST]' }}
+{%- else %}{{ ' ' + m.content + '</s>' }}{% endif %}
+{%- endfor %}"""
+
+# As Qwen3's: turns before the last question lose their thinking, the last one gets an empty block if it has none
+QWEN = """{%- set ns = namespace(last=0) %}
+{%- for m in messages %}{% if m.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}{% endfor %}
+{%- for m in messages %}
+{%- if m.role == 'assistant' %}
+{%- set think = '' %}{% set content = m.content or '' %}
+{%- if '</think>' in content %}{% set think = content.split('</think>')[0].split('<think>')[-1].strip('\\n') %}{% set content = content.split('</think>')[-1].lstrip('\\n') %}{% endif %}
+{{- '<|im_start|>assistant\\n' }}
+{%- if loop.index0 > ns.last and (loop.last or think) %}{{ '<think>\\n' + think + '\\n</think>\\n\\n' }}{% endif %}{{ content }}
+{%- for call in m.tool_calls or [] %}
+{%- if content or not loop.first %}{{ '\\n' }}{% endif %}{{ '<tool_call>\\n' + call.function | tojson + '\\n</tool_call>' }}
+{%- endfor %}{{ '<|im_end|>\\n' }}
+{%- else %}{{ '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}{% endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
+
+# As DeepSeek-R1's: the generation prompt opens a block that the rendered conversation does not have
+DEEPSEEK = """{{ '<s>' }}
+{%- for m in messages %}{{ ('<|User|>' if m.role == 'user' else '<|Assistant|>') + m.content.split('</think>')[-1] + ('</s>' if m.role == 'assistant' else '') }}{% endfor %}
+{%- if add_generation_prompt %}{{ '<|Assistant|><think>\\n' }}{% endif %}"""
+
+PLAIN = "{% for m in messages %}{{ m.role + ': ' + m.content + '\\n' }}{% endfor %}{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
+
+TEMPLATES = {"chatml": CHATML, "llama": LLAMA, "mistral": MISTRAL, "qwen": QWEN, "deepseek": DEEPSEEK, "plain": PLAIN}
+ADDED = ["<|im_start|>", "<|im_end|>", "<|begin|>", "<|start_header|>", "<|end_header|>", "<|eot|>", "<s>", "</s>", "<|User|>", "<|Assistant|>"]
+TEXT = ["The sea is calm tonight, the tide is full.", "user assistant system tool\n\n", "What is the time? It is noon.", "Hello there! Hi. Good-bye, friend."]
+PROMPT = [{"role": "user", "content": "What is the sea?"}]
+
+
+def user(content):
+    return {"role": "user", "content": content}
+
+
+def assistant(content, **more):
+    return {"role": "assistant", "content": content, **more}
+
+
+def make_tokenizer(template=None, metaspace=False, bos=False):
+    """A byte-level BPE (or, as Mistral's, one over words that start with ▁) trained on a few lines."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    bpe = Tokenizer(models.BPE(unk_token="<unk>" if metaspace else None))
+    bpe.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first") if metaspace else pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = decoders.Metaspace(prepend_scheme="first") if metaspace else decoders.ByteLevel()
+    alphabet = [] if metaspace else pre_tokenizers.ByteLevel.alphabet()
+    specials = (["<unk>"] if metaspace else []) + ADDED
+    bpe.train_from_iterator(TEXT * 8, trainers.BpeTrainer(vocab_size=400, special_tokens=specials, initial_alphabet=alphabet, show_progress=False))
+    bpe.add_tokens([AddedToken(token, normalized=False) for token in ("<think>", "</think>", "<tool_call>", "</tool_call>")])
+    if bos:
+        bpe.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", bpe.token_to_id("<s>"))])
+    fast = PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token="</s>", bos_token="<s>")
+    fast.chat_template = template
+    return fast
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory):
+    """A function from a template's name to (model folder, tokenizer)."""
+    made = {}
+
+    def get(name, **options):
+        if name not in made:
+            folder = tmp_path_factory.mktemp(name)
+            tokenizer = make_tokenizer(TEMPLATES.get(name), metaspace=name == "mistral", **options)
+            tokenizer.save_pretrained(folder)
+            made[name] = folder, tokenizer
+        return made[name]
+
+    return get
+
+
+def write(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def supervised(tokenizer, ids, mask):
+    """The text of every run of supervised tokens."""
+    runs, previous = [], 0
+    for token, bit in zip(ids, mask, strict=True):
+        if bit and not previous:
+            runs.append([])
+        if bit:
+            runs[-1].append(int(token))
+        previous = bit
+    return [tokenizer.decode(run, clean_up_tokenization_spaces=False) for run in runs]
+
+
+def masked(tokenizer, messages, tools=None):
+    """What the child does with one row, in this process: (ids, mask)."""
+
+    def render(part, add_generation_prompt=False):
+        return tokenizer.apply_chat_template(part, tools=tools, tokenize=False, add_generation_prompt=add_generation_prompt)
+
+    text = render(messages)
+    ((ids, ends),) = tokens._tokenize(tokenizer, [text], chat=True)
+    return ids, token_mask(ids, ends, text, assistant_spans(render, messages, text), {*tokenizer.added_tokens_decoder})
+
+
+CALL = {"type": "function", "function": {"name": "clock", "arguments": {}}}
+CALLED = '{"name": "clock", "arguments": {}}'
+THREE = [user("Hi."), assistant("Hello there!"), user("Time?"), assistant("It is noon. ☀️"), user("Bye"), assistant("Good-bye,\n\nfriend.")]
+SYSTEM = {"role": "system", "content": "The sea is calm."}
+THOUGHT = [user("Hi."), assistant("<think>\na\n</think>\n\nHello there!"), user("Time?"), assistant("<think>\nnoon\n</think>\n\nIt is noon.")]
+TOOLS = [user("Time?"), assistant(None, tool_calls=[CALL]), {"role": "tool", "content": "noon"}, assistant("Noon."), user("And now?"), assistant("Late.")]
+
+
+@pytest.mark.parametrize(
+    "name, messages, expected",
+    [
+        ("chatml", THREE, ["Hello there!<|im_end|>", "It is noon. ☀️<|im_end|>", "Good-bye,\n\nfriend.<|im_end|>"]),
+        ("chatml", [SYSTEM, *THREE[:2]], ["Hello there!<|im_end|>"]),
+        ("chatml", [assistant("Hello"), *THREE[:2]], ["Hello<|im_end|>", "Hello there!<|im_end|>"]),
+        ("chatml", [user("Hi."), assistant("One."), assistant("Two.")], ["One.<|im_end|>", "Two.<|im_end|>"]),
+        ("chatml", [user("Hi."), assistant("")], ["<|im_end|>"]),
+        ("chatml", THREE[:3], ["Hello there!<|im_end|>"]),
+        ("chatml", [user("assistant\nHello there!"), assistant("Hello there!")], ["Hello there!<|im_end|>"]),
+        ("chatml", [user("Hi.")], []),
+        ("chatml", TOOLS, [f"\n<tool_call>{CALLED}</tool_call><|im_end|>", "Noon.<|im_end|>", "Late.<|im_end|>"]),
+        ("llama", [SYSTEM, *THREE], ["Hello there!<|eot|>", "It is noon. ☀️<|eot|>", "Good-bye,\n\nfriend.<|eot|>"]),
+        ("llama", [user(" Hi. "), assistant("\n Hello ")], ["Hello<|eot|>"]),
+        ("mistral", THREE[:2], ["Hello there!</s>"]),
+        ("mistral", [SYSTEM, *THREE[:2], user("Time?"), assistant("It is noon.")], ["Hello there!</s>", "It is noon.</s>"]),
+        ("qwen", THREE, ["Hello there!<|im_end|>", "It is noon. ☀️<|im_end|>", "<think>\n\n</think>\n\nGood-bye,\n\nfriend.<|im_end|>"]),
+        ("qwen", THOUGHT, ["Hello there!<|im_end|>", "<think>\nnoon\n</think>\n\nIt is noon.<|im_end|>"]),
+        ("qwen", TOOLS, [f"<tool_call>\n{CALLED}\n</tool_call><|im_end|>", "Noon.<|im_end|>", "<think>\n\n</think>\n\nLate.<|im_end|>"]),
+        ("qwen", TOOLS[:4], [f"<tool_call>\n{CALLED}\n</tool_call><|im_end|>", "<think>\n\n</think>\n\nNoon.<|im_end|>"]),
+        (
+            "qwen",
+            [user("?"), assistant("Hm.", tool_calls=[CALL]), *TOOLS[2:]],
+            [f"Hm.\n<tool_call>\n{CALLED}\n</tool_call><|im_end|>", "Noon.<|im_end|>", "<think>\n\n</think>\n\nLate.<|im_end|>"],
+        ),
+        ("deepseek", [user("Hi."), assistant("a</think>Hello"), user("Hi"), assistant("Hello")], ["Hello</s>", "Hello</s>"]),
+        ("plain", THREE[:2] + [user("Bye")], ["Hello there!\n"]),
+    ],
+)
+def test_each_assistant_turn_is_supervised_with_the_token_that_ends_it(models, name, messages, expected):
+    _, tokenizer = models(name)
+    ids, mask = masked(tokenizer, messages)
+    assert ids == tokenizer.apply_chat_template(messages, return_dict=False)
+    assert mask.dtype == np.uint8 and supervised(tokenizer, ids, mask) == expected
+
+
+CONTENT = st.text(st.sampled_from("ab .\n!é☀") | st.characters(codec="utf-8", exclude_characters="\0"), min_size=1, max_size=12).filter(
+    lambda s: s == s.strip()
+)
+
+
+@settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
+@given(st.sampled_from(["chatml", "llama", "qwen"]), st.lists(st.tuples(CONTENT, CONTENT), min_size=1, max_size=3))
+def test_any_conversation_is_supervised_exactly_on_its_replies(models, name, pairs):
+    _, tokenizer = models(name)
+    messages = [turn for question, answer in pairs for turn in (user(question), assistant(answer))]
+    ids, mask = masked(tokenizer, messages)
+    closing = {"chatml": "<|im_end|>", "llama": "<|eot|>", "qwen": "<|im_end|>"}[name]
+    expected = [answer + closing for _, answer in pairs]
+    if name == "qwen":
+        expected[-1] = "<think>\n\n</think>\n\n" + expected[-1]
+    assert supervised(tokenizer, ids, mask) == expected
+    assert ids == tokenizer.apply_chat_template(messages, return_dict=False)
+
+
+def test_a_turn_that_cannot_be_placed_is_named():
+    def render(messages, add_generation_prompt=False):
+        return f"{len(messages)} turns of {sum(len(m['content']) for m in messages)} letters"
+
+    with pytest.raises(LookupError) as caught:
+        assistant_spans(render, THREE, render(THREE))
+    assert caught.value.args == (2,)
+
+
+def test_a_file_of_rows_end_to_end(models, tmp_path):
+    """The child, the cache and the rows it gives back; 300 rows are more than one batch."""
+    folder, tokenizer = models("chatml")
+    rows = [
+        {"messages": THREE},
+        {"prompt": "Hi.", "completion": "Hello there!"},
+        {"text": "The sea is calm."},
+        {"text": "The tide.</s>"},
+        {"messages": TOOLS, "tools": [CALL]},
+    ]
+    file = write(tmp_path / "train.jsonl", rows * 60)
+    found = encode(folder, {"train": file}, tmp_path / "cache", prompt=PROMPT)
+    train = found.sets["train"]
+    assert len(train) == 300 and train.ids.dtype == np.int32 and train.mask.dtype == np.uint8 and train.offsets.dtype == np.int64
+    expected_ids = [
+        tokenizer.apply_chat_template(THREE, return_dict=False),
+        tokenizer.apply_chat_template([user("Hi."), assistant("Hello there!")], return_dict=False),
+        [*tokenizer.encode("The sea is calm."), tokenizer.eos_token_id],
+        tokenizer.encode("The tide.</s>"),
+        tokenizer.apply_chat_template(TOOLS, tools=[CALL], return_dict=False),
+    ]
+    for i in range(300):
+        ids, mask = train.row(i)
+        assert ids.tolist() == expected_ids[i % 5] and len(mask) == len(ids) and mask[0] == 0
+    assert supervised(tokenizer, *train.row(1)) == ["Hello there!<|im_end|>"]
+    assert train.row(2)[1].tolist() == [0] + [1] * (len(expected_ids[2]) - 1)
+    assert found.prompt_ids == tokenizer.apply_chat_template(PROMPT, add_generation_prompt=True, return_dict=False)
+    assert found.stop_ids == [tokenizer.eos_token_id]
+
+    cut_ids, cut_mask = train.row(5, limit=10)
+    assert cut_ids.tolist() == expected_ids[0][:10] and cut_mask.tolist() == train.row(5)[1][:10].tolist()
+    assert train.lengths(10).tolist() == [min(10, len(ids)) for ids in expected_ids] * 60
+    for limit in (None, 10):
+        assert train.supervised(limit).tolist() == [int(train.row(i, limit)[1].sum()) for i in range(300)]
+
+    assert decode(folder, [found.prompt_ids, train.row(3)[0].tolist()]) == ["user\nWhat is the sea?\nassistant\n", "The tide."]
+
+
+def test_the_cache_is_keyed_by_content_and_rebuilt_when_broken(models, tmp_path, monkeypatch):
+    folder, _ = models("chatml")
+    calls = []
+    ask = tokens._ask_child
+    monkeypatch.setattr(tokens, "_ask_child", lambda request: calls.append([job["file"] for job in request["jobs"]]) or ask(request))
+    train = write(tmp_path / "train.jsonl", [{"messages": THREE}] * 3)
+    same = write(tmp_path / "valid.jsonl", [{"messages": THREE}] * 3)
+    cache = tmp_path / "cache"
+    first = encode(folder, {"train": train, "valid": same}, cache, prompt=PROMPT)
+    assert calls == [[str(train), str(same)]] and first.sets["valid"].row(2)[0].tolist() == first.sets["train"].row(0)[0].tolist()
+    again = encode(folder, {"train": same}, cache, prompt=PROMPT)
+    assert len(calls) == 1 and again.prompt_ids == first.prompt_ids and isinstance(again.sets["train"].ids, np.memmap)
+    assert sorted(path.name for path in cache.iterdir()) == sorted(path.name for path in cache.glob("*") if not path.name.startswith("unfinished"))
+
+    (entry,) = (path for path in cache.iterdir() if path.is_dir())
+    for damage in (lambda: (entry / "mask.npy").unlink(), lambda: os.truncate(entry / "ids.npy", 200), lambda: np.save(entry / "offsets.npy", np.arange(4))):
+        damage()
+        assert encode(folder, {"train": train}, cache, prompt=PROMPT).sets["train"].row(1)[0].tolist() == first.sets["train"].row(1)[0].tolist()
+    assert len(calls) == 4
+
+    all_tokens = encode(folder, {"train": train}, cache, prompt=PROMPT, mask_prompt=False).sets["train"]
+    assert len(calls) == 5 and all_tokens.row(1)[1].tolist() == [0] + [1] * (int(all_tokens.lengths()[1]) - 1)
+    write(train, [{"messages": THREE}] * 2)
+    assert len(encode(folder, {"train": train}, cache, prompt=PROMPT).sets["train"]) == 2
+    (folder / "chat_template.jinja").write_text(CHATML.replace("<|im_end|>", "<|eot|>"))
+    assert len(calls) == 6 and encode(folder, {"train": train}, cache, prompt=PROMPT).sets["train"].row(0)[0].tolist() != first.sets["train"].row(0)[0].tolist()
+    (folder / "chat_template.jinja").write_text(CHATML)
+
+
+@pytest.mark.parametrize(
+    "name, rows, expected",
+    [
+        (
+            "mistral",
+            [{"messages": THREE[:2]}, {"messages": [user("a"), user("b")]}],
+            "{file}:2: the model's chat template can't take this row: Roles must alternate user/assistant.",
+        ),
+        ("bare", [{"text": "a"}, {"messages": THREE}], "{file}:2: this row is a chat, but the tokenizer in {folder} has no chat template"),
+        ("chatml", [{"messages": THREE}, {"nothing": 1}], '{file}:2: this row has none of the known sets of keys. Found "nothing"'),
+        ("chatml", [], "{file}: the file holds no rows"),
+    ],
+)
+def test_a_row_the_child_cannot_take_is_one_clear_message(models, tmp_path, name, rows, expected):
+    folder, _ = models(name)
+    file = write(tmp_path / "train.jsonl", rows)
+    with pytest.raises(UserError) as caught:
+        encode(folder, {"train": file}, tmp_path / "cache", prompt=PROMPT)
+    assert expected.format(file=file, folder=folder) in str(caught.value)
+    assert list((tmp_path / "cache").iterdir()) == []  # nothing half-written is left
+
+
+def test_without_a_chat_template_texts_train_and_the_prompt_is_their_like(models, tmp_path):
+    folder, tokenizer = models("bare", bos=True)
+    found = encode(folder, {"train": write(tmp_path / "train.jsonl", [{"text": "The sea"}])}, tmp_path / "cache", prompt=PROMPT)
+    bos, eos = tokenizer.bos_token_id, tokenizer.eos_token_id
+    plain = tokenizer.encode("The sea", add_special_tokens=False)
+    assert found.sets["train"].row(0)[0].tolist() == [bos, *plain, eos]
+    assert found.prompt_ids == [bos, *tokenizer.encode(PROMPT[0]["content"], add_special_tokens=False)]
+
+
+def test_missing_and_broken_tokenizers(tmp_path):
+    file = write(tmp_path / "train.jsonl", [{"text": "a"}])
+    (tmp_path / "model").mkdir()
+    with pytest.raises(UserError, match="found neither tokenizer.json nor any other tokenizer file"):
+        encode(tmp_path / "model", {"train": file}, tmp_path / "cache", prompt=PROMPT)
+    (tmp_path / "model" / "tokenizer.json").write_text("{")
+    with pytest.raises(UserError, match="Reading the tokenizer in"):
+        encode(tmp_path / "model", {"train": file}, tmp_path / "cache", prompt=PROMPT)
+
+
+def test_a_child_that_dies_is_an_error_with_its_last_words(tmp_path, monkeypatch):
+    monkeypatch.setattr(subprocess, "run", lambda command, **_: subprocess.CompletedProcess(command, -9, b"", b"noise\nout of memory\n"))
+    with pytest.raises(UserError, match="failed: out of memory"):
+        decode(tmp_path, [[1]])
+
+
+def test_a_tokenizer_without_offsets_is_read_by_decoding(tmp_path):
+    from transformers import ByT5Tokenizer
+
+    tokenizer = ByT5Tokenizer(extra_ids=0, additional_special_tokens=["<|im_start|>", "<|im_end|>"])
+    tokenizer.chat_template = CHATML
+    assert not tokenizer.is_fast
+    ids, mask = masked(tokenizer, THREE)
+    assert supervised(tokenizer, ids, mask) == ["Hello there!<|im_end|>", "It is noon. ☀️<|im_end|>", "Good-bye,\n\nfriend.<|im_end|>"]
+
+
+def test_stop_ids_are_the_tokenizers_and_the_settings(tmp_path, models):
+    _, tokenizer = models("chatml")
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [5, 3]}')
+    (tmp_path / "config.json").write_text('{"eos_token_id": 3}')
+    assert tokens._stop_ids(tokenizer, tmp_path) == sorted({3, 5, tokenizer.eos_token_id})
+
+
+@given(st.lists(st.integers(0, 9), min_size=1, max_size=12), st.integers(1, 12))
+def test_blocks_cover_every_row_once_in_bounded_pieces(lengths, budget):
+    offsets = np.concatenate(([0], np.cumsum(lengths))).astype(np.int64)
+    rows = TokenSet(np.zeros(offsets[-1], np.int32), np.zeros(offsets[-1], np.uint8), offsets)
+    blocks = list(rows.blocks(budget))
+    assert [i for block in blocks for i in range(*block)] == list(range(len(rows)))
+    assert all(offsets[j] - offsets[i] <= budget or j == i + 1 for i, j in blocks)
+
+
+def test_this_process_never_imports_transformers():
+    code = "import sys, mesp_mlx.data.tokens, mesp_mlx.data.batches; assert not {'transformers', 'tokenizers', 'mlx'} & set(sys.modules)"
+    subprocess.run([os.sys.executable, "-c", code], check=True)

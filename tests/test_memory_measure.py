@@ -1,0 +1,99 @@
+"""The counts of memory move when memory does, and stay when it does not."""
+
+import struct
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from mesp_mlx.memory import measure
+
+MB = 10**6
+
+# The fields of Apple's struct rusage_info_v4 after ri_uuid, in order: each a uint64_t.
+RUSAGE_V4_FIELDS = """
+ri_user_time ri_system_time ri_pkg_idle_wkups ri_interrupt_wkups ri_pageins ri_wired_size ri_resident_size ri_phys_footprint
+ri_proc_start_abstime ri_proc_exit_abstime ri_child_user_time ri_child_system_time ri_child_pkg_idle_wkups ri_child_interrupt_wkups
+ri_child_pageins ri_child_elapsed_abstime ri_diskio_bytesread ri_diskio_byteswritten ri_cpu_time_qos_default ri_cpu_time_qos_maintenance
+ri_cpu_time_qos_background ri_cpu_time_qos_utility ri_cpu_time_qos_legacy ri_cpu_time_qos_user_initiated ri_cpu_time_qos_user_interactive
+ri_billed_system_time ri_serviced_system_time ri_logical_writes ri_lifetime_max_phys_footprint ri_instructions ri_cycles ri_billed_energy
+ri_serviced_energy ri_interval_max_phys_footprint ri_runnable_time
+""".split()
+
+
+def test_decodes_apple_s_struct():
+    values = {field: 1000 + i for i, field in enumerate(RUSAGE_V4_FIELDS)}
+    values |= {"ri_phys_footprint": 62_500_000, "ri_lifetime_max_phys_footprint": 5_000_000_000}
+    data = bytes(range(16)) + struct.pack(f"<{len(values)}Q", *values.values())
+    assert len(data) == 296
+    assert measure.decode_rusage_v4(data) == (62_500_000, 5_000_000_000)
+    assert measure.decode_rusage_v4(data + bytes(700)) == (62_500_000, 5_000_000_000)
+
+
+CHILD = """
+import numpy as np
+from mesp_mlx.memory import measure
+start_now, start_peak = measure.process_now_bytes(), measure.process_peak_bytes()
+block = np.ones(100_000_000 // 8)
+with_now, with_peak = measure.process_now_bytes(), measure.process_peak_bytes()
+del block
+print(start_now, start_peak, with_now, with_peak, measure.process_now_bytes(), measure.process_peak_bytes())
+"""
+
+
+def test_process_counts_follow_a_block_of_100_mb():
+    result = subprocess.run([sys.executable, "-c", CHILD], capture_output=True, text=True, check=True)
+    start_now, start_peak, with_now, with_peak, end_now, end_peak = map(int, result.stdout.split())
+    assert 5 * MB < start_now <= start_peak + MB
+    assert with_now - start_now == pytest.approx(100 * MB, abs=4 * MB)
+    assert with_peak >= with_now - MB and with_peak - start_peak <= 104 * MB
+    assert end_now - start_now < 4 * MB
+    assert with_peak <= end_peak < with_peak + MB
+
+
+def test_posix_peak_is_in_the_same_unit():
+    pytest.importorskip("resource")
+    if sys.platform == "darwin":
+        pytest.skip("macOS's resident set and footprint are different counts")
+    assert measure._resource_peak_bytes() == pytest.approx(measure.process_peak_bytes(), rel=0.02)
+
+
+def test_numpy_has_no_allocator_to_ask():
+    assert measure.allocator_peak_bytes("numpy") is None
+    assert measure.allocator_active_bytes("numpy") is None
+    measure.reset_allocator_peak("numpy")
+    assert measure.set_allocator_limits("numpy", 1, 1) == (None, None)
+
+
+def test_numpy_path_imports_no_mlx():
+    code = (
+        "import sys; from mesp_mlx.memory import measure as m; m.allocator_peak_bytes('numpy'); m.process_peak_bytes(); m.set_allocator_limits('numpy', 1)\n"
+        "assert not [name for name in sys.modules if name.split('.')[0] == 'mlx']"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_allocator_counts_arrays():
+    mx = pytest.importorskip("mlx.core")
+    measure.reset_allocator_peak("mlx")
+    before = measure.allocator_active_bytes("mlx")
+    array = mx.array(np.ones(10 * MB // 4, np.float32))
+    mx.eval(array)
+    assert measure.allocator_active_bytes("mlx") - before == pytest.approx(10 * MB, rel=0.01)
+    del array
+    assert measure.allocator_active_bytes("mlx") - before < 0.1 * MB
+    assert measure.allocator_peak_bytes("mlx") - before >= 9.9 * MB
+    measure.reset_allocator_peak("mlx")
+    assert measure.allocator_peak_bytes("mlx") - before < 0.1 * MB
+
+
+def test_limits_come_back():
+    pytest.importorskip("mlx.core")
+    first = measure.set_allocator_limits("mlx", 123 * MB, 4 * MB)
+    try:
+        assert measure.set_allocator_limits("mlx", memory_bytes=99 * MB) == (123 * MB, None)
+        assert measure.set_allocator_limits("mlx", cache_bytes=5 * MB) == (None, 4 * MB)
+    finally:
+        replaced = measure.set_allocator_limits("mlx", *first)
+    assert replaced == (99 * MB, 5 * MB)

@@ -1,0 +1,192 @@
+"""Tensor by tensor equals mlx.optimizers over the whole tree; the NumPy twins equal both."""
+
+import copy
+import importlib
+import math
+import types
+
+import numpy as np
+import pytest
+
+from mesp_mlx import optim, reference
+from mesp_mlx.errors import UserError
+
+UPDATES = 20
+SHAPES = {"model.layers.0.a.lora_a": (16, 4), "model.layers.0.a.lora_b": (4, 24), "model.layers.1.b.lora_a": (7, 3)}
+CASES = [
+    ("sgd", {}),
+    ("sgd", {"weight_decay": 0.1}),
+    ("sgd", {"momentum": 0.9, "weight_decay": 0.01}),
+    ("sgd", {"momentum": 0.9, "dampening": 0.3}),
+    ("sgd", {"momentum": 0.9, "nesterov": True}),
+    ("adam", {}),
+    ("adam", {"bias_correction": False, "betas": [0.8, 0.95], "eps": 1e-6}),
+    ("adamw", {}),
+    ("adamw", {"weight_decay": 0.1}),
+    ("adamw", {"weight_decay": 0.1, "bias_correction": False}),
+]
+IDS = [f"{name}-{'-'.join(options) or 'defaults'}" for name, options in CASES]
+
+
+def start():
+    rng = np.random.default_rng(0)
+    return {name: rng.normal(size=shape).astype(np.float32) for name, shape in SHAPES.items()}
+
+
+def gradients(update):
+    """Gradients of many sizes, another set for each update."""
+    rng = np.random.default_rng(100 + update)
+    return {name: (rng.normal(size=shape) * 10.0 ** rng.uniform(-4, 1, shape)).astype(np.float32) for name, shape in SHAPES.items()}
+
+
+def learning_rate(update):
+    return 0.03 * (1 + math.cos(update / 7))
+
+
+def run(name, options, backend):
+    optimizer = optim.make(name, options, backend)
+    adapter = {tensor: backend.arrays.asarray(array) for tensor, array in start().items()}
+    for update in range(UPDATES):
+        adapter = optimizer.apply(adapter, {tensor: backend.arrays.asarray(array) for tensor, array in gradients(update).items()}, learning_rate(update))
+    assert optimizer.updates == UPDATES
+    return {tensor: np.array(backend.arrays.to_numpy(array)) for tensor, array in adapter.items()}
+
+
+def run_mlx_optimizer(name, options):
+    """mlx.optimizers as its manual says: the whole tree at once."""
+    mx = pytest.importorskip("mlx.core")
+    from mlx import optimizers
+
+    kind = {"sgd": optimizers.SGD, "adam": optimizers.Adam, "adamw": optimizers.AdamW}[name]
+    ours = {"bias_correction": True} if name == "adam" else {"bias_correction": True, "weight_decay": 0.0} if name == "adamw" else {}
+    optimizer = kind(learning_rate=0.1, **(ours | options))
+    adapter = {tensor: mx.array(array) for tensor, array in start().items()}
+    for update in range(UPDATES):
+        optimizer.learning_rate = learning_rate(update)
+        adapter = optimizer.apply_gradients({tensor: mx.array(array) for tensor, array in gradients(update).items()}, adapter)
+        mx.eval(adapter, optimizer.state)
+    return {tensor: np.array(array) for tensor, array in adapter.items()}
+
+
+@pytest.mark.parametrize(("name", "options"), CASES, ids=IDS)
+def test_one_tensor_at_a_time_gives_the_bits_of_mlx_optimizers(name, options):
+    pytest.importorskip("mlx.core")
+    got, want = run(name, options, importlib.import_module("mesp_mlx.ops")), run_mlx_optimizer(name, options)
+    for tensor in SHAPES:
+        np.testing.assert_array_equal(got[tensor], want[tensor])
+
+
+@pytest.mark.parametrize(("name", "options"), CASES, ids=IDS)
+def test_the_twin_equals_mlx_optimizers(name, options):
+    got, want, first = run(name, options, reference), run_mlx_optimizer(name, options), start()
+    for tensor in SHAPES:
+        assert got[tensor].dtype == np.float32
+        # of what the updates changed, not of the parameter, which would hide a wrong small update
+        assert np.abs(got[tensor] - want[tensor]).max() <= 1e-6 * np.abs(want[tensor] - first[tensor]).max()
+
+
+def test_first_update_of_adam_with_bias_correction_is_the_learning_rate():
+    optimizer = optim.make("adamw", None, reference)
+    adapter = optimizer.apply({"w": np.zeros(3, np.float32)}, {"w": np.array([5.0, -0.01, 2.0], np.float32)}, 0.1)
+    np.testing.assert_allclose(adapter["w"], [-0.1, 0.1, -0.1], rtol=1e-4)
+
+
+@pytest.mark.parametrize("backend_name", ["mesp_mlx.ops", "mesp_mlx.reference"])
+def test_stage_by_stage_counts_one_update(backend_name):
+    if backend_name == "mesp_mlx.ops":
+        pytest.importorskip("mlx.core")
+    backend = importlib.import_module(backend_name)
+    want, optimizer = run("adamw", {}, backend), optim.make("adamw", {}, backend)
+    adapter = {tensor: backend.arrays.asarray(array) for tensor, array in start().items()}
+    for update in range(UPDATES):
+        optimizer.start_update()
+        for tensor, gradient in reversed(gradients(update).items()):
+            adapter[tensor] = optimizer.apply_one(tensor, adapter[tensor], backend.arrays.asarray(gradient), learning_rate(update))
+    for tensor in SHAPES:
+        np.testing.assert_array_equal(backend.arrays.to_numpy(adapter[tensor]), want[tensor])
+
+
+def test_a_copied_state_goes_on_with_the_same_bits():
+    want, optimizer, adapter = run("adamw", {}, reference), optim.make("adamw", {}, reference), start()
+    for update in range(UPDATES):
+        if update == 8:
+            resumed = optim.make("adamw", {}, reference)
+            resumed.updates, resumed.state = optimizer.updates, copy.deepcopy(optimizer.state)
+            optimizer = resumed
+        adapter = optimizer.apply(adapter, gradients(update), learning_rate(update))
+    for tensor in SHAPES:
+        np.testing.assert_array_equal(adapter[tensor], want[tensor])
+
+
+def test_tensors_without_a_gradient_stay():
+    adapter = {"a": np.ones(2, np.float32), "b": np.ones(2, np.float32)}
+    optimizer = optim.make("adam", {}, reference)
+    assert optimizer.apply(adapter, {"a": np.ones(2, np.float32)}, 0.1) is adapter
+    assert adapter["a"][0] != 1 and adapter["b"][0] == 1 and list(optimizer.state) == ["a"]
+
+
+def test_never_holds_a_second_adapter():
+    mx = pytest.importorskip("mlx.core")
+    from mesp_mlx import ops
+
+    names, size = [f"t{i}" for i in range(40)], 64 * 1024
+    adapter = {name: mx.ones((size,)) for name in names}
+    optimizer = optim.make("adamw", {}, ops)
+    optimizer.apply(adapter, {name: mx.ones((size,)) for name in names}, 0.1)
+    grads = {name: mx.ones((size,)) for name in names}
+    mx.eval(adapter, grads)
+    mx.reset_peak_memory()
+    before = mx.get_active_memory()
+    optimizer.apply(adapter, grads, 0.1)
+    assert mx.get_peak_memory() - before <= 12 * 4 * size  # one tensor's new value, state and temporaries, of 40
+
+
+def test_state_bytes_are_those_held():
+    for name, options, copies in [("sgd", {}, 0), ("sgd", {"momentum": 0.9}, 1), ("adam", {}, 2), ("adamw", {}, 2)]:
+        optimizer = optim.make(name, options, reference)
+        adapter = optimizer.apply(start(), gradients(0), 0.1)
+        adapter_bytes = sum(array.nbytes for array in adapter.values())
+        held = sum(array.nbytes for state in optimizer.state.values() for array in state.values())
+        assert held == optimizer.state_bytes(adapter_bytes) == copies * adapter_bytes
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "said"),
+    [
+        ("muon", {}, "'muon' is not served yet. Served: sgd, adam, adamw"),
+        ("Adafactor", {}, "'Adafactor' is not served yet"),
+        ("adamm", {}, "'adamm' is unknown"),
+        ("adam", {"weight_decay": 0.1}, "adam has no option 'weight_decay'"),
+        ("adamw", {"betas": [0.9]}, "adamw's betas is \\[0.9\\], expected two numbers"),
+        ("adamw", {"betas": [0.9, 1.0]}, "expected two numbers in \\[0, 1\\)"),
+        ("adamw", {"eps": -1}, "adamw's eps is -1"),
+        ("adamw", {"bias_correction": "no"}, "expected true or false"),
+        ("sgd", {"momentum": math.nan}, "sgd's momentum is nan"),
+        ("sgd", {"nesterov": True}, "nesterov needs a momentum"),
+        ("sgd", {"nesterov": True, "momentum": 0.9, "dampening": 0.1}, "no dampening"),
+    ],
+)
+def test_what_is_not_served_is_refused_by_name(name, options, said):
+    with pytest.raises(UserError, match=said):
+        optim.make(name, options, reference)
+
+
+def test_clipping_is_that_of_mlx_optimizers():
+    mx = pytest.importorskip("mlx.core")
+    from mlx.optimizers import clip_grad_norm
+
+    for limit in (0.5, 1.0, 1e6):
+        grads = gradients(0)
+        clipped, norm = clip_grad_norm({name: mx.array(array) for name, array in grads.items()}, limit)
+        ours = optim.global_norm(grads, reference)
+        assert ours == pytest.approx(norm.item(), rel=1e-6)
+        factor = optim.clip_factor(ours, limit)
+        assert factor == (1.0 if limit == 1e6 else pytest.approx(limit / norm.item(), rel=1e-6))
+        for name, array in grads.items():
+            np.testing.assert_allclose(array * np.float32(factor), np.array(clipped[name]), rtol=1e-6)
+
+
+def test_no_limit_and_no_gradient_need_no_clipping():
+    assert optim.clip_factor(1e9, 0) == 1.0
+    assert optim.clip_factor(0.0, 1.0) == 1.0
+    assert optim.global_norm({"a": np.array([3.0], np.float32), "b": np.array([4.0], np.float32)}, types.SimpleNamespace(arrays=reference.arrays)) == 5.0

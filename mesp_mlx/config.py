@@ -141,7 +141,7 @@ class Settings(Section):
     max_seq_length: int | None = Field(default=None, ge=2, description=f"tokens of a row (default: the longest, up to the model's and {MAX_SEQ_LENGTH_CAP:,})")
     seed: int = Field(default=0, ge=0, lt=2**64, description="seed of the adapter, the order of rows and dropout")
 
-    val_batches: int | None = Field(default=None, ge=-1, description="validation batches, -1 = all (default: as many as a tenth of the run's time allows)")
+    val_batches: int | None = Field(default=None, ge=-1, description="validation batches, -1 = all, 0 = none (default: what a tenth of the run's time allows)")
     steps_per_eval: int = Field(default=200, ge=1, description="iterations between validations")
     steps_per_report: int = Field(default=10, ge=1, description="iterations between reports")
     save_every: int = Field(default=100, ge=1, description="iterations between checkpoints")
@@ -230,7 +230,7 @@ def _merged(layers: list[tuple[str, dict[str, Any]]]) -> dict[str, Any]:
 
 def _served(layer: dict[str, Any], source: str) -> dict[str, Any]:
     """A layer without mlx-lm's keys that ask for nothing. Raises UserError for one that asks for what isn't served."""
-    layer = {key: value for key, value in layer.items() if value is not None}
+    layer = _given(layer)
     if layer.get("train") is False:
         raise UserError(f"{_named('train', source)}: finetune always trains; remove it")
     for key, reason in NOT_SERVED.items():
@@ -257,7 +257,12 @@ def _served(layer: dict[str, Any], source: str) -> dict[str, Any]:
             if lora.get("keys") is not None:
                 raise UserError(f"both {_named('keys', source)} and {_named('target_modules', source)} are given, and mean the same: keep one")
             layer["lora_parameters"] = lora | {"keys": layer.pop("target_modules")}
-    return {key: value for key, value in layer.items() if value is not None}
+    return _given(layer)
+
+
+def _given(layer: dict[str, Any]) -> dict[str, Any]:
+    """Without nulls, which mlx-lm reads as not given."""
+    return {key: _given(value) if isinstance(value, dict) else value for key, value in layer.items() if value is not None}
 
 
 def _inline(key: str, value: Any, source: str) -> Any:
@@ -345,9 +350,9 @@ def where_we_differ(settings: Settings) -> str:
     notes = {
         "num_layers": "all layers are trained (mlx-lm: the last 16)",
         "mask_prompt": "prompts are masked (not masked)",
-        "grad_clip": "gradients are clipped at norm 1 (never)",
+        "grad_clip": f"gradients are clipped at norm {settings.grad_clip:g} (never)",
         "optimizer": "AdamW, bias-corrected, no weight decay (Adam, uncorrected)",
-        "learning_rate": "rate 2e-5 (1e-5)",
+        "learning_rate": f"rate {settings.learning_rate:g} (1e-05)",
         "lr_schedule": "warm-up, then cosine (constant)",
     }
     if settings.lr_schedule.arguments:

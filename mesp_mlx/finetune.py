@@ -25,8 +25,6 @@ from mesp_mlx.report import Report
 from mesp_mlx.stream.safetensors import read_folder
 from mesp_mlx.stream.store import Store
 
-CACHE_BYTES = 8_000_000  # freed buffers that MLX may hold on to: the operating system counts them, the allocator's peak does not
-
 
 def run(settings: Settings) -> None:
     """Train an adapter as the settings say.
@@ -39,6 +37,7 @@ def run(settings: Settings) -> None:
     started = time.perf_counter()
     folder = _new_folder(settings)
     backend = backends.choose(settings.backend)
+    arrays = backend.arrays.name
     with ExitStack() as stack:
         interrupts = stack.enter_context(Interrupts())
         report = stack.enter_context(Report(settings.json_log))
@@ -56,12 +55,12 @@ def run(settings: Settings) -> None:
         chosen = rows.read_rows(settings, data, model.folder, spec.max_positions, config.cache_folder() / "tokens")
         updates = _count_updates(settings, len(chosen.train), report)
 
-        if backend.arrays.name == "mlx":
-            stack.callback(measure.set_allocator_limits, *measure.set_allocator_limits(None, CACHE_BYTES))
-            measure.reset_allocator_peak()
+        stack.callback(measure.set_allocator_limits, arrays, *measure.set_allocator_limits(arrays, cache_bytes=measure.CACHE_BYTES))
+        measure.reset_allocator_peak(arrays)
         adapter = _first_adapter(settings, spec, modules, backend)
         stored = entries.get("model.embed_tokens.scales") or entries["model.embed_tokens.weight"]
-        stages = build(spec, backend, lora.effective_scale, backends.activation_dtype(backend, stored.dtype))
+        tokens_at_once = batches.largest_group(chosen.widths, settings.rows_per_update)
+        stages = build(spec, backend, lora.effective_scale, tokens_at_once, backends.activation_dtype(backend, stored.dtype))
         store = stack.enter_context(Store(entries, spec, backend))
 
         def save(name: str) -> Path:
@@ -74,7 +73,7 @@ def run(settings: Settings) -> None:
         report.start(
             model=model.name,
             family=spec.model_type,
-            backend=backend.arrays.name,
+            backend=arrays,
             modules=len(modules),
             parameters=sum(array.size for array in adapter.values()),
             adapter_bytes=sum(array.nbytes for array in adapter.values()),
@@ -108,7 +107,7 @@ def run(settings: Settings) -> None:
             val_loss_after=after,
             reply_before=reply_before,
             reply_after=reply_after,
-            allocator_peak_bytes=measure.allocator_peak_bytes(backend.arrays.name),
+            allocator_peak_bytes=measure.allocator_peak_bytes(arrays),
             process_peak_bytes=measure.process_peak_bytes(),
             seconds=time.perf_counter() - started,
             prompt=settings.sample_prompt or prompt,

@@ -33,9 +33,9 @@ class Report:
     """
 
     def __init__(self, json_log: str | Path | None = None, stream: TextIO | None = None):
-        stream = sys.stdout if stream is None else stream
-        self._is_terminal = stream.isatty() and os.environ.get("TERM") != "dumb"
-        self._console = Console(file=stream, force_terminal=self._is_terminal, markup=False, highlight=False, emoji=False)
+        out: TextIO = stream or sys.stdout
+        self._is_terminal = out.isatty() and os.environ.get("TERM") != "dumb"
+        self._console = Console(file=out, force_terminal=self._is_terminal, markup=False, highlight=False, emoji=False)
         self._live: Live | None = None
         self._iterations = 0
         self._memory = ""  # as last measured
@@ -43,7 +43,7 @@ class Report:
         if json_log is not None:
             self._is_new_log = not os.path.exists(json_log)
             try:
-                self._log = open(json_log, "a", encoding="utf-8")  # noqa: SIM115  (closed by __exit__)
+                self._log = open(json_log, "a", encoding="utf-8", newline="\n")  # noqa: SIM115  (closed by __exit__)
             except OSError as error:
                 raise UserError(f"opening the log {json_log}: {error.strerror}; choose another file with --json-log") from None
             self._log_is_empty = True
@@ -72,36 +72,43 @@ class Report:
         parameters: int,
         adapter_bytes: int,
         rank: int,
-        scale: float,
-        train_rows: int,
-        valid_rows: int,
+        effective_scale: float,
+        rows: int,
+        validation_rows: int,
+        held_out: bool,
         tokens: int,
-        supervised_tokens: int,
+        supervised_share: float,
+        max_seq_length: int,
         rows_cut: int,
         rows_skipped: int,
-        iterations: int,
+        rows_per_update: int,
         updates: int,
-        max_seq_length: int,
+        iterations: int,
         predicted_peak_bytes: int | None = None,
     ) -> None:
-        """What is about to happen. tokens and supervised_tokens count one pass over the training rows, after cutting."""
+        """What is about to happen.
+
+        tokens and supervised_share (0 to 1) are of one pass over the training rows, after cutting; held_out says that the
+        validation rows were taken from the training file.
+        """
         event = {key: value for key, value in locals().items() if key != "self"}
         self._iterations = iterations
         self._write("start", event)
-        share = supervised_tokens / tokens if tokens else 0.0
-        rows = {
+        valid = f"{_count(validation_rows, 'validation row')}{' held out' if held_out else ''}"
+        pace = f"{_count(iterations, 'iteration')}, {_count(updates, 'update')} of {_count(rows_per_update, 'row')}"
+        panel = {
             "model": f"{model} ({family}) on {backend}",
-            "adapter": f"{modules} modules, {parameters:,} parameters, {megabytes(adapter_bytes)}; rank {rank}, scale {scale:g}",
-            "data": f"{train_rows:,} rows, {tokens:,} tokens, {share:.0%} supervised; {valid_rows:,} validation rows",
-            "training": f"{iterations:,} iterations, {updates:,} updates, rows of up to {max_seq_length:,} tokens",
+            "adapter": f"{_count(modules, 'module')}, {_count(parameters, 'parameter')}, {megabytes(adapter_bytes)}; rank {rank}, scale {effective_scale:g}",
+            "data": f"{_count(rows, 'row')}, {_count(tokens, 'token')}, {supervised_share:.0%} supervised; {valid}",
+            "training": f"{pace}; rows of up to {max_seq_length:,} tokens",
         }
         if rows_cut:
-            rows["cut"] = f"{_count(rows_cut, 'row')} longer than {max_seq_length:,} tokens: see --max-seq-length"
+            panel["cut"] = f"{_count(rows_cut, 'row')} longer than {max_seq_length:,} tokens: see --max-seq-length"
         if rows_skipped:
-            rows["skipped"] = f"{_count(rows_skipped, 'row')} with nothing supervised"
+            panel["skipped"] = f"{_count(rows_skipped, 'row')} with nothing supervised"
         if predicted_peak_bytes is not None:
-            rows["memory"] = f"{megabytes(predicted_peak_bytes)} predicted peak"
-        self._panel("mesp-mlx finetune", rows)
+            panel["memory"] = f"{megabytes(predicted_peak_bytes)} predicted peak"
+        self._panel("mesp-mlx finetune", panel)
 
     def step(self, *, iteration: int, train_loss: float, learning_rate: float, tokens_per_second: float, iterations_per_second: float) -> None:
         """Refresh the live line between two reports. Prints and writes nothing elsewhere."""

@@ -2,6 +2,8 @@
 
 import importlib
 import json
+import subprocess
+import sys
 import types
 
 import numpy as np
@@ -124,6 +126,16 @@ def test_odd_bits_per_weight_start_alike(tmp_path):
         np.testing.assert_array_equal(array, want[tensor])
 
 
+def test_starts_alike_where_mlx_is_not_installed():
+    """Numbers that MLX 0.32.4 drew, so that a machine without it checks the twin too."""
+    spec = load_spec(tiny_config("qwen2"))
+    got = adapter.initialise(spec, adapter.choose_modules(spec), 3, 7, reference)
+    first, last = got["model.layers.0.mlp.up_proj.lora_a"], got["model.layers.1.self_attn.q_proj.lora_a"]
+    np.testing.assert_array_equal(first[0], np.array([-0.012609817087650299, 0.014339864253997803, 0.038146212697029114], np.float32))
+    np.testing.assert_array_equal(last[-1], np.array([0.0647960901260376, 0.058474019169807434, 0.06890888512134552], np.float32))
+    assert all(not array.any() for name, array in got.items() if name.endswith(".lora_b"))
+
+
 def test_touches_no_global_random_state():
     mx = pytest.importorskip("mlx.core")
     spec = load_spec(tiny_config("llama"))
@@ -175,10 +187,25 @@ def test_a_folder_that_cannot_be_written_is_a_clear_error(tmp_path):
         adapter.write_config(tmp_path / "taken", model="m", num_layers=1, rank=1, scale=1, dropout=0, keys=[])
 
 
+@pytest.mark.parametrize("tensors", [2, 40])
+def test_a_full_disk_leaves_nothing_behind(tmp_path, tensors):
+    pytest.importorskip("resource")
+    code = (
+        "import resource, pathlib, numpy as np; from mesp_mlx import adapter, errors, reference\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, 10_000))\n"
+        f"arrays = {{f'{{i}}.lora_a': np.ones(({8000 // tensors}, 2), np.float32) for i in range({tensors})}}\n"
+        f"try: adapter.save(pathlib.Path({str(tmp_path)!r}), arrays, reference)\n"
+        "except errors.UserError as error: print(error)"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "Free some space" in result.stdout
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_every_mismatch_is_listed_before_it_is_refused(tmp_path):
     spec = load_spec(tiny_config("llama"))
     modules = adapter.choose_modules(spec, 1, ["self_attn.q_proj", "self_attn.v_proj", "mlp.up_proj"])
-    tensors = {name: ("F32", array) for name, array in numpy_adapter(spec, modules).items()}
+    tensors: dict[str, tuple[str, np.ndarray]] = {name: ("F32", array) for name, array in numpy_adapter(spec, modules).items()}
     prefix = "model.layers.1."
     del tensors[prefix + "mlp.up_proj.lora_b"]
     tensors[prefix + "self_attn.q_proj.lora_a"] = ("F32", np.zeros((63, 3), np.float32))

@@ -1,7 +1,9 @@
 """Rows on disk to turns: what is read, and what every kind of bad line is told."""
 
 import json
+import re
 from dataclasses import astuple
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -34,7 +36,7 @@ def test_the_three_kinds_of_rows_of_one_file(tmp_path):
 def test_keys_of_several_kinds_are_taken_as_mlx_lm_takes_them(tmp_path):
     path = write(tmp_path, {"text": "t", "messages": TURNS, "prompt": "p", "completion": "c"}, {"text": "t", "messages": TURNS}, {"prompt": "p", "text": "t"})
     first, second, third = read_rows(path)
-    assert first.messages[0]["content"] == "p" and second.messages == TURNS and third.text == "t"
+    assert first.messages == [{"role": "user", "content": "p"}, {"role": "assistant", "content": "c"}] and second.messages == TURNS and third.text == "t"
 
 
 def test_byte_order_mark_blank_lines_and_crlf(tmp_path):
@@ -44,8 +46,8 @@ def test_byte_order_mark_blank_lines_and_crlf(tmp_path):
 
 def test_tool_turns_need_no_content(tmp_path):
     call = {"role": "assistant", "content": None, "tool_calls": [{"type": "function", "function": {"name": "clock", "arguments": {}}}]}
-    path = write(tmp_path, {"messages": [TURNS[0], call, {"role": "tool", "content": "12:00"}, TURNS[1]]})
-    assert next(read_rows(path)).messages[1] == call
+    turns = [TURNS[0], call, {"role": "tool", "content": "12:00"}, TURNS[1]]
+    assert next(read_rows(write(tmp_path, {"messages": turns}))).messages == turns
 
 
 def test_rows_come_one_at_a_time(tmp_path):
@@ -93,13 +95,15 @@ def test_a_bad_line_is_named_with_file_and_line(tmp_path, line, expected):
 
 
 KEYS = st.sampled_from(["messages", "prompt", "completion", "text", "tools", "role", "content"])
-JSON = st.recursive(st.none() | st.booleans() | st.integers() | KEYS, lambda inner: st.lists(inner) | st.dictionaries(KEYS, inner), max_leaves=8)
+JSON = st.recursive(st.none() | st.booleans() | st.integers() | KEYS, lambda inner: st.lists(inner) | st.dictionaries(KEYS, inner), max_leaves=4)
 
 
-@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])  # how fast the machine is, is not what is tested
+@settings(
+    deadline=None, max_examples=50, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
+)  # the one file is written anew each time
 @given(st.dictionaries(KEYS, JSON | st.lists(st.dictionaries(KEYS, JSON))))
-def test_any_object_is_a_row_or_a_clear_error(tmp_path_factory, value):
-    path = write(tmp_path_factory.mktemp("rows"), value)
+def test_any_object_is_a_row_or_a_clear_error(tmp_path, value):
+    path = write(tmp_path, value)
     try:
         (row,) = read_rows(path)
     except UserError as error:
@@ -136,3 +140,26 @@ def test_missing_or_empty_data_is_named(tmp_path, make, path, expected):
 
 def test_an_unreadable_file_is_an_error_of_the_user(tmp_path):
     assert "No such file" in complaint(tmp_path / "gone.jsonl")
+
+
+def words(text):
+    """The words of a text that say what it is about."""
+    return {word for word in re.findall(r"[a-z]+", text.lower()) if len(word) > 3}
+
+
+def test_the_demo_set_has_one_manner_and_validates_on_other_matters():
+    files = find_files(Path(__file__).parent.parent / "recipes" / "demo")
+    rows = {split: [[turn["content"] for turn in row.messages or []] for row in read_rows(files[split] or Path())] for split in ("train", "valid")}
+    assert len(rows["train"]) >= 140 and len(rows["valid"]) >= 16
+    opening, closing = "Ahoy from the lighthouse! ", " Keep your lamp lit, friend!"
+    for prompt, answer in rows["train"] + rows["valid"]:
+        assert answer.startswith(opening) and answer.endswith(closing) and prompt == prompt.strip()
+        assert len(prompt.split()) <= 12 and 2 <= len(answer[len(opening) : -len(closing)].split()) <= 20
+    for part in (0, 1):
+        texts = [row[part] for row in rows["train"] + rows["valid"]]
+        assert len(set(texts)) == len(texts)
+    common = words(opening + closing + "what which when where does make write mean other best often take long with your most should that they more")
+    learned = [words(prompt + answer[len(opening) : -len(closing)]) - common for prompt, answer in rows["train"]]
+    for prompt, answer in rows["valid"]:
+        topic = words(prompt + " " + answer[len(opening) : -len(closing)]) - common
+        assert max(len(topic & row) for row in learned) <= 1, prompt  # no training row is about the same thing

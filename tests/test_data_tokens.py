@@ -3,6 +3,7 @@
 import json
 import os
 import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -45,7 +46,9 @@ QWEN = """{%- set ns = namespace(last=0) %}
 {%- for m in messages %}
 {%- if m.role == 'assistant' %}
 {%- set think = '' %}{% set content = m.content or '' %}
-{%- if '</think>' in content %}{% set think = content.split('</think>')[0].split('<think>')[-1].strip('\\n') %}{% set content = content.split('</think>')[-1].lstrip('\\n') %}{% endif %}
+{%- if '</think>' in content %}
+{%- set think = content.split('</think>')[0].split('<think>')[-1].strip('\\n') %}{% set content = content.split('</think>')[-1].lstrip('\\n') %}
+{%- endif %}
 {{- '<|im_start|>assistant\\n' }}
 {%- if loop.index0 > ns.last and (loop.last or think) %}{{ '<think>\\n' + think + '\\n</think>\\n\\n' }}{% endif %}{{ content }}
 {%- for call in m.tool_calls or [] %}
@@ -57,7 +60,9 @@ QWEN = """{%- set ns = namespace(last=0) %}
 
 # As DeepSeek-R1's: the generation prompt opens a block that the rendered conversation does not have
 DEEPSEEK = """{{ '<s>' }}
-{%- for m in messages %}{{ ('<|User|>' if m.role == 'user' else '<|Assistant|>') + m.content.split('</think>')[-1] + ('</s>' if m.role == 'assistant' else '') }}{% endfor %}
+{%- for m in messages %}
+{%- if m.role == 'user' %}{{ '<|User|>' + m.content }}{% else %}{{ '<|Assistant|>' + m.content.split('</think>')[-1] + '</s>' }}{% endif %}
+{%- endfor %}
 {%- if add_generation_prompt %}{{ '<|Assistant|><think>\\n' }}{% endif %}"""
 
 PLAIN = "{% for m in messages %}{{ m.role + ': ' + m.content + '\\n' }}{% endfor %}{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
@@ -111,6 +116,19 @@ def models(tmp_path_factory):
     return get
 
 
+@pytest.fixture
+def child_here(monkeypatch):
+    """The child's work done in this process, which is quicker; gives the list of the requests made."""
+    requests = []
+
+    def serve(request):
+        requests.append(request)
+        return json.loads(json.dumps(tokens._serve(json.loads(json.dumps(request)))))
+
+    monkeypatch.setattr(tokens, "_ask_child", serve)
+    return requests
+
+
 def write(path, rows):
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
@@ -136,6 +154,7 @@ def masked(tokenizer, messages, tools=None):
 
     text = render(messages)
     ((ids, ends),) = tokens._tokenize(tokenizer, [text], chat=True)
+    assert ends is not None
     return ids, token_mask(ids, ends, text, assistant_spans(render, messages, text), {*tokenizer.added_tokens_decoder})
 
 
@@ -158,7 +177,7 @@ TOOLS = [user("Time?"), assistant(None, tool_calls=[CALL]), {"role": "tool", "co
         ("chatml", THREE[:3], ["Hello there!<|im_end|>"]),
         ("chatml", [user("assistant\nHello there!"), assistant("Hello there!")], ["Hello there!<|im_end|>"]),
         ("chatml", [user("Hi.")], []),
-        ("chatml", TOOLS, [f"\n<tool_call>{CALLED}</tool_call><|im_end|>", "Noon.<|im_end|>", "Late.<|im_end|>"]),
+        ("chatml", TOOLS, [f"<tool_call>{CALLED}</tool_call><|im_end|>", "Noon.<|im_end|>", "Late.<|im_end|>"]),
         ("llama", [SYSTEM, *THREE], ["Hello there!<|eot|>", "It is noon. ☀️<|eot|>", "Good-bye,\n\nfriend.<|eot|>"]),
         ("llama", [user(" Hi. "), assistant("\n Hello ")], ["Hello<|eot|>"]),
         ("mistral", THREE[:2], ["Hello there!</s>"]),
@@ -222,7 +241,8 @@ def test_a_file_of_rows_end_to_end(models, tmp_path):
         {"messages": TOOLS, "tools": [CALL]},
     ]
     file = write(tmp_path / "train.jsonl", rows * 60)
-    found = encode(folder, {"train": file}, tmp_path / "cache", prompt=PROMPT)
+    found = encode(folder, {"train": file, "valid": None}, tmp_path / "cache", prompt=PROMPT)
+    assert found.sets.keys() == {"train"}
     train = found.sets["train"]
     assert len(train) == 300 and train.ids.dtype == np.int32 and train.mask.dtype == np.uint8 and train.offsets.dtype == np.int64
     expected_ids = [
@@ -249,32 +269,33 @@ def test_a_file_of_rows_end_to_end(models, tmp_path):
     assert decode(folder, [found.prompt_ids, train.row(3)[0].tolist()]) == ["user\nWhat is the sea?\nassistant\n", "The tide."]
 
 
-def test_the_cache_is_keyed_by_content_and_rebuilt_when_broken(models, tmp_path, monkeypatch):
+def test_the_cache_is_keyed_by_content_and_rebuilt_when_broken(models, tmp_path, child_here):
     folder, _ = models("chatml")
-    calls = []
-    ask = tokens._ask_child
-    monkeypatch.setattr(tokens, "_ask_child", lambda request: calls.append([job["file"] for job in request["jobs"]]) or ask(request))
     train = write(tmp_path / "train.jsonl", [{"messages": THREE}] * 3)
     same = write(tmp_path / "valid.jsonl", [{"messages": THREE}] * 3)
     cache = tmp_path / "cache"
     first = encode(folder, {"train": train, "valid": same}, cache, prompt=PROMPT)
-    assert calls == [[str(train), str(same)]] and first.sets["valid"].row(2)[0].tolist() == first.sets["train"].row(0)[0].tolist()
+    assert [[job["file"] for job in request["jobs"]] for request in child_here] == [[str(train), str(same)]]
+    assert first.sets["valid"].row(2)[0].tolist() == first.sets["train"].row(0)[0].tolist()
     again = encode(folder, {"train": same}, cache, prompt=PROMPT)
-    assert len(calls) == 1 and again.prompt_ids == first.prompt_ids and isinstance(again.sets["train"].ids, np.memmap)
-    assert sorted(path.name for path in cache.iterdir()) == sorted(path.name for path in cache.glob("*") if not path.name.startswith("unfinished"))
+    assert len(child_here) == 1 and again.prompt_ids == first.prompt_ids and isinstance(again.sets["train"].ids, np.memmap)
+    assert not list(cache.glob("unfinished*"))
 
     (entry,) = (path for path in cache.iterdir() if path.is_dir())
     for damage in (lambda: (entry / "mask.npy").unlink(), lambda: os.truncate(entry / "ids.npy", 200), lambda: np.save(entry / "offsets.npy", np.arange(4))):
         damage()
         assert encode(folder, {"train": train}, cache, prompt=PROMPT).sets["train"].row(1)[0].tolist() == first.sets["train"].row(1)[0].tolist()
-    assert len(calls) == 4
+    assert len(child_here) == 4
 
     all_tokens = encode(folder, {"train": train}, cache, prompt=PROMPT, mask_prompt=False).sets["train"]
-    assert len(calls) == 5 and all_tokens.row(1)[1].tolist() == [0] + [1] * (int(all_tokens.lengths()[1]) - 1)
+    assert len(child_here) == 5 and all_tokens.row(1)[1].tolist() == [0] + [1] * (int(all_tokens.lengths()[1]) - 1)
     write(train, [{"messages": THREE}] * 2)
     assert len(encode(folder, {"train": train}, cache, prompt=PROMPT).sets["train"]) == 2
     (folder / "chat_template.jinja").write_text(CHATML.replace("<|im_end|>", "<|eot|>"))
-    assert len(calls) == 6 and encode(folder, {"train": train}, cache, prompt=PROMPT).sets["train"].row(0)[0].tolist() != first.sets["train"].row(0)[0].tolist()
+    assert (
+        len(child_here) == 6
+        and encode(folder, {"train": train}, cache, prompt=PROMPT).sets["train"].row(0)[0].tolist() != first.sets["train"].row(0)[0].tolist()
+    )
     (folder / "chat_template.jinja").write_text(CHATML)
 
 
@@ -291,7 +312,7 @@ def test_the_cache_is_keyed_by_content_and_rebuilt_when_broken(models, tmp_path,
         ("chatml", [], "{file}: the file holds no rows"),
     ],
 )
-def test_a_row_the_child_cannot_take_is_one_clear_message(models, tmp_path, name, rows, expected):
+def test_a_row_the_child_cannot_take_is_one_clear_message(models, tmp_path, child_here, name, rows, expected):
     folder, _ = models(name)
     file = write(tmp_path / "train.jsonl", rows)
     with pytest.raises(UserError) as caught:
@@ -300,9 +321,11 @@ def test_a_row_the_child_cannot_take_is_one_clear_message(models, tmp_path, name
     assert list((tmp_path / "cache").iterdir()) == []  # nothing half-written is left
 
 
-def test_without_a_chat_template_texts_train_and_the_prompt_is_their_like(models, tmp_path):
-    folder, tokenizer = models("bare", bos=True)
-    found = encode(folder, {"train": write(tmp_path / "train.jsonl", [{"text": "The sea"}])}, tmp_path / "cache", prompt=PROMPT)
+def test_without_a_chat_template_texts_train_and_the_prompt_is_their_like(models, tmp_path, child_here):
+    folder, tokenizer = models("bare-bos", bos=True)
+    file = write(tmp_path / "train.jsonl", [{"text": "The sea"}])
+    found = encode(folder, {"train": file}, tmp_path / "cache", prompt=PROMPT)
+    assert encode(folder, {"train": file}, tmp_path / "cache", prompt=[]).prompt_ids == []
     bos, eos = tokenizer.bos_token_id, tokenizer.eos_token_id
     plain = tokenizer.encode("The sea", add_special_tokens=False)
     assert found.sets["train"].row(0)[0].tolist() == [bos, *plain, eos]
@@ -315,7 +338,7 @@ def test_missing_and_broken_tokenizers(tmp_path):
     with pytest.raises(UserError, match="found neither tokenizer.json nor any other tokenizer file"):
         encode(tmp_path / "model", {"train": file}, tmp_path / "cache", prompt=PROMPT)
     (tmp_path / "model" / "tokenizer.json").write_text("{")
-    with pytest.raises(UserError, match="Reading the tokenizer in"):
+    with pytest.raises(UserError, match="^Reading the tokenizer in"):  # from the real child
         encode(tmp_path / "model", {"train": file}, tmp_path / "cache", prompt=PROMPT)
 
 
@@ -333,6 +356,16 @@ def test_a_tokenizer_without_offsets_is_read_by_decoding(tmp_path):
     assert not tokenizer.is_fast
     ids, mask = masked(tokenizer, THREE)
     assert supervised(tokenizer, ids, mask) == ["Hello there!<|im_end|>", "It is noon. ☀️<|im_end|>", "Good-bye,\n\nfriend.<|im_end|>"]
+
+
+def test_a_tokenizer_that_decodes_to_another_text_gives_no_ends():
+    class Lossy:
+        def decode(self, ids, clean_up_tokenization_spaces):
+            return "".join(map(chr, ids)).lower()
+
+    assert tokens._ends_by_decoding(Lossy(), [65, 98], "Ab") is None
+    ends = tokens._ends_by_decoding(Lossy(), [97, 98], "ab")
+    assert ends is not None and ends.tolist() == [1, 2]
 
 
 def test_stop_ids_are_the_tokenizers_and_the_settings(tmp_path, models):
@@ -353,4 +386,4 @@ def test_blocks_cover_every_row_once_in_bounded_pieces(lengths, budget):
 
 def test_this_process_never_imports_transformers():
     code = "import sys, mesp_mlx.data.tokens, mesp_mlx.data.batches; assert not {'transformers', 'tokenizers', 'mlx'} & set(sys.modules)"
-    subprocess.run([os.sys.executable, "-c", code], check=True)
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -19,11 +19,11 @@ ri_child_pageins ri_child_elapsed_abstime ri_diskio_bytesread ri_diskio_byteswri
 ri_cpu_time_qos_background ri_cpu_time_qos_utility ri_cpu_time_qos_legacy ri_cpu_time_qos_user_initiated ri_cpu_time_qos_user_interactive
 ri_billed_system_time ri_serviced_system_time ri_logical_writes ri_lifetime_max_phys_footprint ri_instructions ri_cycles ri_billed_energy
 ri_serviced_energy ri_interval_max_phys_footprint ri_runnable_time
-""".split()
+"""
 
 
 def test_decodes_apple_s_struct():
-    values = {field: 1000 + i for i, field in enumerate(RUSAGE_V4_FIELDS)}
+    values = {field: 1000 + i for i, field in enumerate(RUSAGE_V4_FIELDS.split())}
     values |= {"ri_phys_footprint": 62_500_000, "ri_lifetime_max_phys_footprint": 5_000_000_000}
     data = bytes(range(16)) + struct.pack(f"<{len(values)}Q", *values.values())
     assert len(data) == 296
@@ -49,7 +49,7 @@ def test_process_counts_follow_a_block_of_100_mb():
     assert with_now - start_now == pytest.approx(100 * MB, abs=4 * MB)
     assert with_peak >= with_now - MB and with_peak - start_peak <= 104 * MB
     assert end_now - start_now < 4 * MB
-    assert with_peak <= end_peak < with_peak + MB
+    assert abs(end_peak - with_peak) < MB  # the kernel counts pages in batches
 
 
 def test_posix_peak_is_in_the_same_unit():
@@ -74,18 +74,28 @@ def test_numpy_path_imports_no_mlx():
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
+def active():
+    assert (count := measure.allocator_active_bytes("mlx")) is not None
+    return count
+
+
+def peak():
+    assert (count := measure.allocator_peak_bytes("mlx")) is not None
+    return count
+
+
 def test_allocator_counts_arrays():
     mx = pytest.importorskip("mlx.core")
     measure.reset_allocator_peak("mlx")
-    before = measure.allocator_active_bytes("mlx")
+    before = active()
     array = mx.array(np.ones(10 * MB // 4, np.float32))
     mx.eval(array)
-    assert measure.allocator_active_bytes("mlx") - before == pytest.approx(10 * MB, rel=0.01)
+    assert active() - before == pytest.approx(10 * MB, rel=0.01)
     del array
-    assert measure.allocator_active_bytes("mlx") - before < 0.1 * MB
-    assert measure.allocator_peak_bytes("mlx") - before >= 9.9 * MB
+    assert active() - before < 0.1 * MB
+    assert peak() - before >= 9.9 * MB
     measure.reset_allocator_peak("mlx")
-    assert measure.allocator_peak_bytes("mlx") - before < 0.1 * MB
+    assert peak() - before < 0.1 * MB
 
 
 def test_limits_come_back():

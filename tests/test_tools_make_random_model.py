@@ -1,6 +1,6 @@
 """Random models load in mlx-lm, have the statistics of real ones, and real shapes have their real sizes."""
 
-import importlib
+import collections
 import json
 import subprocess
 import sys
@@ -78,9 +78,10 @@ def test_single_modules_can_be_quantised_otherwise(tmp_path):
     folder = make_model(tmp_path, tiny_config("mistral", intermediate_size=128), group_size=64, quantization=own)
     model, config = load_model(folder)
     assert config["quantization"]["lm_head"] is False
-    first, second = model.layers[0].mlp.down_proj, model.layers[1].mlp.down_proj
+    modules = dict(model.named_modules())
+    first, second = modules["model.layers.0.mlp.down_proj"], modules["model.layers.1.mlp.down_proj"]
     assert (first.bits, first.group_size, second.bits, second.group_size) == (8, 32, 4, 64)
-    assert model.lm_head.weight.dtype == mx.float32
+    assert modules["lm_head"].weight.dtype == mx.float32
     assert np.isfinite(np.array(model(mx.array([[1, 2, 3]])))).all()
 
 
@@ -143,7 +144,7 @@ def test_bad_arguments_end_with_code_2_and_leave_nothing(tmp_path, capsys, argum
 
 
 def test_a_full_disk_is_seen_before_anything_is_written(tmp_path, monkeypatch):
-    usage = importlib.import_module("collections").namedtuple("usage", "total used free")
+    usage = collections.namedtuple("usage", "total used free")
     monkeypatch.setattr(maker.shutil, "disk_usage", lambda path: usage(10**9, 10**9, 1000))
     with pytest.raises(UserError, match="0.00 GB are free"):
         maker.make(tiny_config("llama"), tmp_path / "out", group_size=32)

@@ -95,6 +95,7 @@ def make(
         for name, shape in spec.tensors().items():
             for part, array in _draw(spec, name, shape, DTYPES[dtype], rng):
                 writer.write(part, array)
+                del array  # before the next part is drawn
     (folder / "config.json").write_text(json.dumps(full, indent=4, sort_keys=True) + "\n", encoding="utf-8")
     return folder
 
@@ -136,11 +137,12 @@ def _draw(spec: ModelSpec, name: str, shape: tuple[int, ...], dtype: str, rng: n
     yield name, rng.integers(0, 1 << 32, (shape[0], shape[1] * bits // 32), np.uint32)
     # q is uniform on 0 … L, so q - L/2 has mean 0 and variance ((L+1)² - 1) / 12. Some scales are negative, as in real models.
     largest = (1 << bits) - 1
-    scales = rng.uniform(0.5, 1.5, (shape[0], shape[1] // group)) * rng.choice([-1.0, 1.0], (shape[0], shape[1] // group))
-    scales *= deviation / math.sqrt(((largest + 1) ** 2 - 1) / 12 * (1 + 1 / 12))
+    scales = 2 * rng.random((shape[0], shape[1] // group), np.float32) - 1
+    scales = np.copysign(np.abs(scales) + np.float32(0.5), scales)  # sizes uniform on 0.5 … 1.5, whose mean square is 1 + 1/12
+    scales *= np.float32(deviation / math.sqrt(((largest + 1) ** 2 - 1) / 12 * (1 + 1 / 12)))
     module = name.removesuffix(".weight")
-    yield f"{module}.scales", from_float32(scales.astype(np.float32), dtype)
-    yield f"{module}.biases", from_float32((-scales * largest / 2).astype(np.float32), dtype)
+    yield f"{module}.scales", from_float32(scales, dtype)
+    yield f"{module}.biases", from_float32(scales * np.float32(-largest / 2), dtype)
 
 
 def main(arguments: list[str] | None = None) -> int:

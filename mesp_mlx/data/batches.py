@@ -5,27 +5,11 @@ A row of L tokens has L - 1 positions: the inputs are its first L - 1 tokens, th
 
 import hashlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
+from mesp_mlx.data.group import TILE_TOKENS, Group
 from mesp_mlx.data.tokens import TokenSet, read
-
-TILE_TOKENS = 1024  # B * T of a group at most, if that is more than one row: enough for full-speed products, little enough to stay flat
-
-
-@dataclass(frozen=True, eq=False)
-class Group:
-    """Rows of equal padded width: ids and targets int32 [B, T], mask bool [B, T] (True at supervised positions, never at padding).
-
-    rows holds each row's index in its data set (the key of its dropout), lengths its positions before padding.
-    """
-
-    ids: np.ndarray
-    targets: np.ndarray
-    mask: np.ndarray
-    rows: tuple[int, ...]
-    lengths: tuple[int, ...]
 
 
 def usable_rows(tokens: TokenSet, limit: int) -> tuple[np.ndarray, int, int]:
@@ -73,7 +57,8 @@ def padded_widths(lengths: np.ndarray, most: int = 32) -> list[int]:
     widths, rows = rounded.tolist(), counts.tolist()
     while len(widths) > most:
         k = int(np.argmin(np.array(rows[:-1]) * np.diff(widths)))
-        rows[k + 1] += rows.pop(k)
+        merged = rows.pop(k)
+        rows[k] += merged
         widths.pop(k)
     return widths
 
@@ -90,6 +75,11 @@ def groups(tokens: TokenSet, rows: Sequence[int] | np.ndarray, limit: int, width
         size = max(1, tile_tokens // width)
         result += [_group(tokens, members[k : k + size], limit, width) for k in range(0, len(members), size)]
     return result
+
+
+def largest_group(widths: Sequence[int], rows_per_update: int, tile_tokens: int = TILE_TOKENS) -> int:
+    """The most tokens, padding included, that `groups` puts into one group."""
+    return max(width * min(rows_per_update, max(1, tile_tokens // width)) for width in widths)
 
 
 def _group(tokens: TokenSet, rows: list[int], limit: int, width: int) -> Group:

@@ -7,7 +7,7 @@ import numpy as np
 
 from mesp_mlx.config import MAX_SEQ_LENGTH_CAP, Settings
 from mesp_mlx.data import batches, formats, tokens
-from mesp_mlx.data.batches import Group
+from mesp_mlx.data.group import Group
 from mesp_mlx.data.tokens import TokenSet
 from mesp_mlx.errors import UserError
 

@@ -17,7 +17,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -102,19 +102,19 @@ def read(array: np.ndarray, start: int, stop: int) -> np.ndarray:
     return np.array(array[start:stop])
 
 
-def encode(model_folder: Path, files: dict[str, Path], cache_folder: Path, *, prompt: list[dict[str, Any]], mask_prompt: bool = True) -> Encoded:
-    """The tokens of every file and of the sample prompt (chat messages, a reply to which is about to start).
+def encode(model_folder: Path, files: Mapping[str, Path | None], cache_folder: Path, *, prompt: list[dict[str, Any]], mask_prompt: bool = True) -> Encoded:
+    """The tokens of every file there is and of the sample prompt (chat messages, a reply to which is about to start; may be empty).
 
     With mask_prompt, assistant turns and completions are supervised, else every token but a row's first; text rows always are, all of them.
     Starts the child only for what the cache does not hold. Raises UserError for a bad row, or a tokenizer that is missing or can't render it.
     """
     tokenizer = _tokenizer_digest(model_folder)
-    folders = {name: cache_folder / _digest(tokenizer, _file_digest(file), mask_prompt) for name, file in files.items()}
+    folders = {name: cache_folder / _digest(tokenizer, _file_digest(file), mask_prompt) for name, file in files.items() if file is not None}
     prompt_file = cache_folder / f"{_digest(tokenizer, json.dumps(prompt))}.json"
     sets = {name: _load(folder) for name, folder in folders.items()}
     answer = _load_prompt(prompt_file)
     if answer is None or None in sets.values():
-        missing = [name for name in files if sets[name] is None]
+        missing = [name for name, found in sets.items() if found is None]
         try:
             cache_folder.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryDirectory(prefix="unfinished-", dir=cache_folder) as work:
@@ -328,7 +328,9 @@ def _ends_by_decoding(tokenizer: Any, ids: list[int], text: str) -> np.ndarray |
 
 
 def _prompt_ids(tokenizer: Any, messages: list[dict[str, Any]]) -> list[int]:
-    """The ids a model is given to reply to messages; without a chat template, those of the last message's text."""
+    """The ids a model is given to reply to messages; without a chat template, those of the last message's text. No messages, no ids."""
+    if not messages:
+        return []
     if tokenizer.chat_template is None:
         return tokenizer.encode(messages[-1]["content"])
     try:

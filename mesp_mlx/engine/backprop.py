@@ -12,7 +12,7 @@ from mesp_mlx.stream.store import Store
 
 def forward(model: Model, store: Store, adapter: State, batches: Sequence[Batch], checkpoints: Checkpoints | None = None, first: int = 0) -> list[State]:
     """The state of each group after the last layer; the inputs of segments from `first` on go to the checkpoints."""
-    done = model.head.ops.arrays.evaluate
+    done = model.evaluate
     with store.open(model.embedding) as w:
         states = [done(model.embedding.forward(w, batch)) for batch in batches]
     for index, segment in enumerate(model.segments):
@@ -34,21 +34,21 @@ def loss_and_gradients(model: Model, store: Store, adapter: State, batches: Sequ
         loss, dstates = model.head.loss(w, states, batches)
     del states
     for segment in reversed(model.segments[first:]):
-        dstates = backward(segment, store, adapter, checkpoints.pop(), dstates, batches, lowest, sink)
+        dstates = backward(model, segment, store, adapter, checkpoints.pop(), dstates, batches, lowest, sink)
     return loss
 
 
 def backward(
-    stages: Sequence[Stage], store: Store, adapter: State, states: list[State], dstates: list[State], batches: Sequence[Batch], lowest: Stage, sink: HeldSink
+    model: Model, stages: Sequence[Stage], store: Store, adapter: State, states: list[State], dstates: list[State], batches: Sequence[Batch], lowest: Stage, sink: HeldSink
 ) -> list[State]:
     """Replay a segment's stages but the last, then go back through them: a stage stays open while those above it are replayed and reversed."""
     stage, above = stages[0], stages[1:]
-    done, kept, gradients = stage.lora.ops.arrays.evaluate, [None] * len(states), {}
+    done, kept, gradients = model.evaluate, [None] * len(states), {}
     with store.open(stage) as w:
         if above:
             outputs = [done(stage.forward(w, adapter, state, batch)) for state, batch in zip(states, batches, strict=True)]
             kept = [output[1] for output in outputs]
-            dstates = backward(above, store, adapter, [output[0] for output in outputs], dstates, batches, lowest, sink)
+            dstates = backward(model, above, store, adapter, [output[0] for output in outputs], dstates, batches, lowest, sink)
             del outputs
         if any(stage is lowest for stage in above):
             return []

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from mesp_mlx.data.batches import Group
+from mesp_mlx.data.group import Group
 from mesp_mlx.engine.backprop import forward
 from mesp_mlx.model.model import Model
 from mesp_mlx.model.stages import Batch, State

@@ -4,6 +4,7 @@ import math
 from typing import Any
 
 from mesp_mlx.errors import RunStopped
+from mesp_mlx.optim import clip_factor
 
 
 class HeldSink:
@@ -29,7 +30,7 @@ class HeldSink:
         if not math.isfinite(norm):
             bad = next((name for name, square in squares.items() if not math.isfinite(square)), "their sum")
             raise RunStopped(f"the gradient is not a finite number, first in {bad}. Nothing of it was applied. Try a lower --learning-rate or --scale.")
-        factor = (min(1.0, clip / (norm + 1e-6)) if clip else 1.0) / tokens
+        factor = clip_factor(norm, clip) / tokens
         for name in gradients:
             gradients[name] = gradients[name] * factor
             self._backend.arrays.evaluate(gradients[name])

@@ -12,7 +12,7 @@ from mesp_mlx import config
 from mesp_mlx.adapter import ADAPTER_FILE
 from mesp_mlx.config import Settings
 from mesp_mlx.data import batches
-from mesp_mlx.data.batches import Group
+from mesp_mlx.data.group import Group
 from mesp_mlx.data.rows import Rows
 from mesp_mlx.engine.backprop import forward, loss_and_gradients
 from mesp_mlx.engine.sink import HeldSink

@@ -11,6 +11,8 @@ from pathlib import Path
 
 _STATUS = Path("/proc/self/status")
 _RUSAGE_INFO_V4 = 4
+CACHE_BYTES = 6_000_000  # freed buffers that MLX may keep for reuse: the operating system counts them, the allocator's peak does not
+_M_MMAP_THRESHOLD = -3  # of glibc's malloc.h
 
 
 def allocator_peak_bytes(backend_name: str) -> int | None:
@@ -52,6 +54,17 @@ def set_allocator_limits(backend_name: str, memory_bytes: int | None = None, cac
     memory_before = None if memory_bytes is None else mx.set_memory_limit(memory_bytes)
     cache_before = None if cache_bytes is None else mx.set_cache_limit(cache_bytes)
     return memory_before, cache_before
+
+
+def return_freed_memory() -> None:
+    """Have glibc give large freed buffers back to the system at once; elsewhere nothing is needed.
+
+    Its threshold for doing so otherwise grows with the buffers freed, up to 32 MB, and what it keeps counts as resident: a third more than
+    MLX's arrays and cache together, measured on the CPU device. MLX has a cache of its own for buffers that come again; NumPy, which has none,
+    is better left alone.
+    """
+    if sys.platform == "linux" and hasattr(libc := ctypes.CDLL(None), "mallopt"):
+        libc.mallopt(_M_MMAP_THRESHOLD, 128 * 1024)
 
 
 def process_peak_bytes() -> int:

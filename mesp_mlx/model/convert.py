@@ -6,26 +6,23 @@ only the packed tensor being built is.
 
 import json
 import math
-import os
 import shutil
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import filelock
 import numpy as np
 
 from mesp_mlx.errors import UserError
+from mesp_mlx.model import weights
 from mesp_mlx.model.spec import ModelSpec, load_spec, read_config
 from mesp_mlx.reference.quantized import quantize
 from mesp_mlx.stream.safetensors import NUMPY_TYPES, Entry, Writer, from_float32, read_array, read_folder, to_float32
 
 BITS, GROUP_SIZE = 4, 64  # what an unquantised model becomes: mlx_lm.convert's own default
-TILE_BYTES = 1 << 24
-FLOATS = ("F32", "F16", "BF16")
+TILE_BYTES = 1 << 22
 TOKENIZER_FILES = ("tokenizer*", "vocab*", "merges.txt", "special_tokens_map.json", "added_tokens.json", "chat_template*", "generation_config.json")
 HEADER_BYTES_PER_TENSOR = 200  # more than any name, shape and offset take in a safetensors header
 
@@ -85,9 +82,10 @@ def quantized(name: str, entry: Entry) -> Part:
         return kept(name, entry)
 
     def convert(rows: Entry) -> list[np.ndarray]:
-        linear = quantize(to_float32(read_array(rows), entry.dtype), BITS, GROUP_SIZE)
-        if not np.isfinite(linear["scales"]).all():
-            raise UserError(f"quantising {entry.name!r} of {entry.file}: it holds numbers that are not finite. Download the model again.")
+        weight = to_float32(read_array(rows), entry.dtype)
+        if not np.isfinite(weight).all():
+            raise UserError(f"quantising tensor {entry.name!r} of {entry.file}: it holds numbers that are not finite. Download the model again.")
+        linear = quantize(weight, BITS, GROUP_SIZE)
         return [linear["weight"], from_float32(linear["scales"], entry.dtype), from_float32(linear["biases"], entry.dtype)]
 
     module = name.removesuffix(".weight")
@@ -102,7 +100,7 @@ def quantization(parts: Sequence[Part]) -> dict[str, Any]:
     if not counts:
         return {}
     common = counts.most_common(1)[0][0]
-    named = {module: setting and _setting(*setting) or False for module, setting in settings.items() if setting != common}
+    named = {module: _setting(*setting) if setting else False for module, setting in settings.items() if setting != common}
     return {"quantization": {**_setting(*common), **named}}
 
 
@@ -131,20 +129,26 @@ def weight_bytes(parts: Sequence[Part]) -> int:
 
 
 def require_space(folder: Path, needed_bytes: int, doing: str) -> None:
-    """Refuse to start what would not fit on the disk of folder (or of its nearest parent that exists).
+    """Refuse to start what would not fit on the disk of folder, which need not exist yet.
 
     Raises:
         UserError: less than needed_bytes is free.
     """
-    folder = folder.absolute()
-    while not folder.exists():
-        folder = folder.parent
+    folder = nearest_folder(folder)
     free_bytes = shutil.disk_usage(folder).free
     if free_bytes < needed_bytes:
         raise UserError(
             f"{doing}: it needs {needed_bytes / 1e6:,.0f} MB and {folder} has {free_bytes / 1e6:,.0f} MB free. "
             "Free some space, or point MESP_MLX_CACHE (for downloads HF_HOME) at a larger disk."
         )
+
+
+def nearest_folder(folder: Path) -> Path:
+    """The folder, or its nearest parent that exists."""
+    folder = folder.absolute()
+    while not folder.is_dir():
+        folder = folder.parent
+    return folder
 
 
 def checked(spec: ModelSpec, entries: Mapping[str, Entry], source: str) -> dict[str, Entry]:
@@ -180,55 +184,11 @@ def quantize_folder(source: Path, folder: Path) -> None:
     entries = read_folder(source)
     config = read_config(source)
     config.setdefault("tie_word_embeddings", "lm_head.weight" not in entries)
-    entries = checked(load_spec(config, str(source / "config.json")), entries, str(source))
-    for name, entry in entries.items():
-        if entry.dtype not in FLOATS:
-            raise UserError(f"quantising {source}: tensor {name!r} in {entry.file} is {entry.dtype}, expected one of {', '.join(FLOATS)}.")
+    spec = load_spec(config, str(source / "config.json"))
+    entries = checked(spec, entries, str(source))
+    weights.check(spec, entries)
     write_model(folder, config, [quantized(name, entry) if name.endswith(".weight") else kept(name, entry) for name, entry in entries.items()])
     for pattern in TOKENIZER_FILES:
         for file in source.glob(pattern):
             if file.is_file():
                 shutil.copyfile(file, folder / file.name)
-
-
-@contextmanager
-def entry_of_cache(folder: Path) -> Iterator[Path | None]:
-    """Build a folder of the cache: gives a temporary folder to fill, or None when `folder` is there already.
-
-    It takes its name only when complete; an error or Ctrl-C removes it. One process builds an entry at a time,
-    others wait. What a crashed run left behind, of this or another entry, is removed first.
-    """
-    if folder.is_dir():
-        yield None
-        return
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    _sweep(folder.parent)
-    partial = _partial(folder)
-    with filelock.FileLock(_lock(partial)):
-        if folder.is_dir():
-            yield None
-            return
-        try:
-            shutil.rmtree(partial, ignore_errors=True)
-            partial.mkdir()
-            yield partial
-            os.replace(partial, folder)
-        finally:
-            shutil.rmtree(partial, ignore_errors=True)
-
-
-def _partial(folder: Path) -> Path:
-    return folder.with_name(f".{folder.name}.partial")
-
-
-def _lock(partial: Path) -> Path:
-    return partial.with_suffix(".lock")
-
-
-def _sweep(parent: Path) -> None:
-    for partial in parent.glob(".*.partial"):
-        try:
-            with filelock.FileLock(_lock(partial), timeout=0):
-                shutil.rmtree(partial, ignore_errors=True)
-        except filelock.Timeout:
-            continue  # another process is building it

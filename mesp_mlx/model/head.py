@@ -1,6 +1,6 @@
 """The head: final norm, output table in one sweep of tiles, cross-entropy. The one stage that streams within itself."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +21,7 @@ class Head:
 
     spec: ModelSpec
     ops: Any
+    evaluate: Callable[[Any], Any]
     name: str = "head"
     modules: tuple[str, ...] = ("model.norm",)
 
@@ -43,7 +44,7 @@ class Head:
         for first, tile in w.tiles(self.table, self._tile_rows(max(len(rows) for rows in picked))):
             for i, h in enumerate(normed):
                 sweeps[i] = ops.cross_entropy.add(sweeps[i], h, targets[i], first, tile)
-                arrays.evaluate(sweeps[i])
+                self.evaluate(sweeps[i])
         total, dstates = 0.0, []
         for i, state in enumerate(states):
             loss, dh = ops.cross_entropy.finish(sweeps[i])
@@ -52,7 +53,7 @@ class Head:
                 dx = ops.rms_norm.backward(inputs[i], w["model.norm"]["weight"], self.spec.rms_norm_eps, dh)
                 shape = state["x"].shape
                 dstates.append({"x": arrays.scatter_rows(dx, index[i], shape[0] * shape[1]).reshape(shape)})
-                arrays.evaluate(dstates[-1])
+                self.evaluate(dstates[-1])
         return total, dstates
 
     def likeliest(self, w: Any, state: State) -> int:
@@ -61,7 +62,7 @@ class Head:
         best = None
         for first, tile in w.tiles(self.table, self._tile_rows(1)):
             best = self.ops.cross_entropy.best(h, best, first, tile)
-            self.ops.arrays.evaluate(best)
+            self.evaluate(best)
         assert best is not None
         return int(self.ops.arrays.to_numpy(best[1])[0])
 

@@ -1,23 +1,30 @@
 """A model as the loop sees it: embedding, segments of stages, head."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+from mesp_mlx.data.group import TILE_TOKENS
 from mesp_mlx.model.head import Head
 from mesp_mlx.model.spec import ModelSpec
 from mesp_mlx.model.stages import AttentionStage, Embedding, Lora, MLPStage, Stage
 
+TILES_BYTES = 8_000_000  # a few tiles of about two megabytes each: see TILE_BYTES in ops
+
 
 @dataclass(frozen=True)
 class Model:
-    """What the loop walks. Each segment is the stages between two checkpoints: here a decoder layer's two."""
+    """What the loop walks. Each segment is the stages between two checkpoints: here a decoder layer's two.
+
+    `evaluate` computes a tree of arrays now, within the room that the model was built with, and returns it.
+    """
 
     embedding: Embedding
     segments: tuple[tuple[Stage, ...], ...]
     head: Head
+    evaluate: Callable[[Any], Any]
 
     def lowest_adapted(self, adapter: Mapping[str, Any]) -> tuple[int, Stage]:
         """The lowest stage that holds an adapter, and its segment's index: below it nothing has a gradient."""
@@ -36,18 +43,28 @@ class Model:
         return self.forward_order() + [stage for segment in reversed(self.segments[first_segment:]) for stage in segment]
 
 
-def build(spec: ModelSpec, backend: Any, lora_scale: float, dtype: Any = None) -> Model:
+def working_bytes(spec: ModelSpec, group_tokens: int, itemsize: int = 4) -> int:
+    """Room for the arrays inside a stage, in bytes: six of the size of its state, and the tiles of attention and MLP.
+
+    Measured on the CPU device: with this much the limit costs no time, with three quarters of it a step takes three times as long.
+    """
+    return 6 * group_tokens * spec.hidden_size * itemsize + TILES_BYTES
+
+
+def build(spec: ModelSpec, backend: Any, lora_scale: float, group_tokens: int = TILE_TOKENS, dtype: Any = None) -> Model:
     """The stages of a model.
 
     Args:
         spec: its shape.
         backend: `mesp_mlx.ops` or `mesp_mlx.reference`.
         lora_scale: mlx-lm's scale of the LoRA terms.
+        group_tokens: the most tokens of a group, padding included; more than that runs, slower.
         dtype: of activations; float32 unless given.
     """
     rope, lora = _rope(spec, backend), Lora(backend, lora_scale)
     segments = tuple((AttentionStage(spec, layer, lora, rope), MLPStage(spec, layer, lora)) for layer in range(spec.num_layers))
-    return Model(Embedding(backend, dtype or backend.arrays.float32), segments, Head(spec, backend))
+    evaluate = backend.arrays.evaluator(working_bytes(spec, group_tokens))
+    return Model(Embedding(backend, dtype or backend.arrays.float32), segments, Head(spec, backend, evaluate), evaluate)
 
 
 def _rope(spec: ModelSpec, backend: Any) -> dict[str, Any]:

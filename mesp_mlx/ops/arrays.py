@@ -1,5 +1,6 @@
 """The few array operations that stages need besides the ops proper."""
 
+from collections.abc import Callable
 from typing import Any
 
 import mlx.core as mx
@@ -40,6 +41,19 @@ def evaluate(tree: Any, *more: Any) -> Any:
     return tree
 
 
+def evaluator(room_bytes: int) -> Callable[[Any], Any]:
+    """`evaluate` that holds execution back: tasks wait while more than room_bytes beyond what is active at its start are allocated.
+
+    Without it MLX runs up to ten tasks ahead of the one that frees memory; with too little room every task waits for the one before.
+    """
+
+    def evaluate_within(tree: Any) -> Any:
+        mx.set_memory_limit(mx.get_active_memory() + room_bytes)
+        return evaluate(tree)
+
+    return evaluate_within
+
+
 def depends(a: mx.array, after: Any) -> mx.array:
     """The array, not to be computed before `after` (an array or a list of them): how tiles are kept in order."""
     after = after if isinstance(after, list) else [after]
@@ -61,4 +75,4 @@ def scatter_rows(values: mx.array, index: mx.array, n_rows: int) -> mx.array:
 
 def sum_squares(a: mx.array) -> float:
     """The sum of squares as a Python float (evaluates)."""
-    return mx.sum(mx.square(a.astype(mx.float32))).item()
+    return float(np.array(mx.sum(mx.square(a.astype(mx.float32)))))

@@ -13,19 +13,24 @@ from typing import Any
 
 import mlx.core as mx
 
+from mesp_mlx.ops import quantized
+
 TILE_BYTES = 2_000_000  # of scores: a block has about four such arrays in backward
 
 
 def default_tile(q_shape: tuple[int, ...], window: int | None) -> int:
-    """Query rows in a block, at least 16, so that the scores [B, H, tile, keys] of a block take about TILE_BYTES."""
+    """Query rows in a block, 16 to 64, so that the scores [B, H, tile, keys] of a block take about TILE_BYTES.
+
+    Not more than 64: half of the square where a block meets the diagonal is masked, and computed in vain.
+    """
     batch, heads, tokens, _ = q_shape
     keys = tokens if window is None else min(tokens, window + 64)
-    return min(tokens, max(16, TILE_BYTES // (4 * batch * heads * keys) // 16 * 16))
+    return min(tokens, 64, max(16, TILE_BYTES // (4 * batch * heads * keys) // 16 * 16))
 
 
 def forward(q: mx.array, k: mx.array, v: mx.array, scale: float, window: int | None = None, tile: int | None = None) -> mx.array:
     """q [B, H, T, d], k and v [B, K, T, d] -> o [B, H, T, d]. A window is the number of keys a query sees, itself included."""
-    if window is None and mx.default_device() != mx.cpu:
+    if window is None and not quantized.on_cpu():
         return mx.fast.scaled_dot_product_attention(q, k, v, scale=scale, mask="causal")
     pieces: list[mx.array] = []
     for i, j, first in _blocks(q.shape, window, tile):
@@ -76,7 +81,8 @@ class _Sum:
 
     @property
     def last(self) -> list[mx.array]:
-        return [] if self.open is None else [self.open]
+        """What the next block waits for: a finished piece not yet computed would keep the sum it is cut from alive."""
+        return [] if self.open is None else [self.open, *self.done[-1:]]
 
     def add(self, part: mx.array, first: int) -> None:
         part = part.astype(mx.float32)
@@ -97,7 +103,7 @@ def _blocks(q_shape: tuple[int, ...], window: int | None, tile: int | None) -> l
     """(first row, end row, first key) of each block."""
     tokens = q_shape[2]
     tile = tile or default_tile(q_shape, window)
-    return [(i, min(i + tile, tokens), max(0, i - window + 1) if window else 0) for i in range(0, tokens, tile)]
+    return [(i, min(i + tile, tokens), 0 if window is None else max(0, i - window + 1)) for i in range(0, tokens, tile)]
 
 
 def _after(q: mx.array, arrays: list[mx.array]) -> mx.array:
@@ -122,13 +128,11 @@ def _probabilities(rows: mx.array, keys: mx.array, scale: float, i: int, j: int,
     row, key = mx.arange(i, j)[:, None], mx.arange(first, j)[None]
     seen = key <= row if window is None else (key <= row) & (key > row - window)
     batch, heads, _, width = scores.shape
-    masked = mx.where(seen, scores.reshape(batch, heads, -1, j - i, width), -mx.inf)
+    masked = scores.reshape(batch, heads, -1, j - i, width) + mx.where(seen, 0.0, -mx.inf)
     return mx.softmax(masked, axis=-1).reshape(scores.shape)
 
 
-@mx.custom_function
-def _apply(q: mx.array, k: mx.array, v: mx.array, scale: float, window: int | None, tile: int | None) -> mx.array:
-    return forward(q, k, v, scale, window, tile)
+_apply: Any = mx.custom_function(forward)
 
 
 @_apply.vjp

@@ -34,13 +34,18 @@ def start(h: mx.array, gradient: bool = True) -> State:
 
 
 def add(state: State, h: mx.array, targets: mx.array, first_row: int, linear_tile: Linear) -> State:
-    """The state with rows first_row to first_row + v of the head added: h [N, D], targets [N] integers, linear_tile [v, D]. Everything is float32 but the products."""
+    """The state with rows first_row to first_row + v of the head added: h [N, D], targets [N] integers, linear_tile [v, D].
+
+    Everything is float32 but the products.
+    """
     if h.shape[0] == 0:
         return state
     tile = quantized.unpacked(quantized.wait(linear_tile, list(state.values())), h.dtype)
     logits = quantized.matmul(h, tile).astype(mx.float32)  # [N,D] @ [D,v] -> [N,v]
-    inside = (targets >= first_row) & (targets < first_row + logits.shape[1])
-    index = mx.where(inside, targets - first_row, 0)
+    # An array and not a number: mx.compile writes numbers into its kernels, and would build one for each tile.
+    local = targets - mx.arange(first_row, first_row + 1, dtype=targets.dtype)
+    inside = (local >= 0) & (local < logits.shape[1])
+    index = mx.where(inside, local, 0)
     picked = mx.take_along_axis(logits, index[:, None], axis=1)[:, 0]
     maximum = mx.maximum(state["maximum"], mx.max(logits, axis=1))
     shrink, p = mx.exp(state["maximum"] - maximum), mx.exp(logits - maximum[:, None])
@@ -74,9 +79,8 @@ def apply(h: mx.array, linear: Linear, targets: mx.array, tile: int | None = Non
     return _apply(h, linear, targets, tile)[0]
 
 
-@mx.custom_function
-def _apply(h: mx.array, linear: Linear, targets: mx.array, tile: int | None) -> tuple[mx.array, mx.array]:
-    # The gradient is a second output, so that the vjp finds it instead of sweeping again.
+def _sweep(h: mx.array, linear: Linear, targets: mx.array, tile: int | None) -> tuple[mx.array, mx.array]:
+    """(loss, dh): the gradient is an output, so that the vjp finds it instead of sweeping again."""
     vocabulary, width = quantized.shape(linear)
     step = tile or max(32, TILE_BYTES // (4 * width) // 32 * 32)
     state = start(h)
@@ -85,6 +89,9 @@ def _apply(h: mx.array, linear: Linear, targets: mx.array, tile: int | None) -> 
     loss, dh = finish(state)
     assert dh is not None
     return loss, dh
+
+
+_apply: Any = mx.custom_function(_sweep)
 
 
 @_apply.vjp

@@ -20,15 +20,15 @@ from mesp_mlx.ops.lora_linear import Dropout, Pair, drop
 from mesp_mlx.ops.quantized import Linear
 
 NAMES = ("gate", "up", "down")
-TILE_BYTES = 1_750_000  # of one dequantised tile: three exist at a time
+TILE_BYTES = 1_750_000  # of one dequantised tile [f, D], and of one array [N, f]: a few of each exist at a time
 Activation = Literal["silu", "gelu"]
 Loras = dict[str, Pair | None]
 Dropouts = dict[str, Dropout | None] | None
 
 
-def default_tile(width: int) -> int:
-    """Columns of F in a tile: a multiple of 128, and so of every group size."""
-    return max(128, TILE_BYTES // (4 * width) // 128 * 128)
+def default_tile(rows: int, width: int) -> int:
+    """Columns of F in a tile, for x [rows, width]: a multiple of 128, and so of every group size."""
+    return max(128, TILE_BYTES // (4 * max(rows, width)) // 128 * 128)
 
 
 def forward(
@@ -48,11 +48,9 @@ def forward(
     hidden = {name: scale * (drop(flat, drops[name]) @ pair[0]) for name in ("gate", "up") if (pair := lora[name])}
     down_pair = lora["down"]
     y = h_down = None
-    for i, j in _tiles(gate, tile):
+    for i, j in _tiles(flat, gate, tile):
         after = [a for a in (y, h_down) if a is not None]
-        g, u = (
-            _project(flat, _rows(linear, i, j, x.dtype, after), lora[name], hidden.get(name), i, j) for name, linear in (("gate", gate), ("up", up))
-        )
+        g, u = (_project(flat, _rows(linear, i, j, x.dtype, after), lora[name], hidden.get(name), i, j) for name, linear in (("gate", gate), ("up", up)))
         z = _activate(g, activation) * u
         y = _sum(y, quantized.matmul(z, _columns(down, i, j, x.dtype, after)))
         if down_pair:
@@ -95,7 +93,7 @@ def backward(
     dh: dict[str, mx.array | None] = dict.fromkeys(dropped)
     db: dict[str, list[mx.array]] = {name: [] for name in dropped}
     da_down: list[mx.array] = []
-    for i, j in _tiles(gate, tile):
+    for i, j in _tiles(flat, gate, tile):
         # Every result of a tile comes before the next tile: one left over would keep the tile's arrays alive.
         after = [a for a in (dx, h_down, *dh.values(), *da_down[-1:], *(piece for pieces in db.values() for piece in pieces[-1:])) if a is not None]
         tiles = {"gate": _rows(gate, i, j, x.dtype, after), "up": _rows(up, i, j, x.dtype, after)}
@@ -145,9 +143,9 @@ def apply(
     return _apply(x, gate, up, down, lora, scale, dropout, activation, tile)
 
 
-def _tiles(gate: Linear, tile: int | None) -> list[tuple[int, int]]:
-    width, model_width = quantized.shape(gate)
-    tile = tile or default_tile(model_width)
+def _tiles(flat: mx.array, gate: Linear, tile: int | None) -> list[tuple[int, int]]:
+    width, _ = quantized.shape(gate)
+    tile = tile or default_tile(*flat.shape)
     return [(i, min(i + tile, width)) for i in range(0, width, tile)]
 
 
@@ -195,11 +193,7 @@ def _activate_with_slope(g: mx.array, activation: Activation) -> tuple[mx.array,
     return 0.5 * g * (1 + t), 0.5 * (1 + t) + 0.5 * g * (1 - t * t) * 0.7978845608 * (1 + 3 * 0.044715 * g * g)
 
 
-@mx.custom_function
-def _apply(
-    x: mx.array, gate: Linear, up: Linear, down: Linear, lora: Loras, scale: float, dropout: Dropouts, activation: Activation, tile: int | None
-) -> mx.array:
-    return forward(x, gate, up, down, lora, scale, dropout, activation, tile)
+_apply: Any = mx.custom_function(forward)
 
 
 @_apply.vjp

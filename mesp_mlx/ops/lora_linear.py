@@ -56,17 +56,15 @@ def backward(
 
 def apply(x: mx.array, linear: Linear, a: mx.array, b: mx.array, scale: float, dropout: Dropout | None = None) -> mx.array:
     """`forward` as an ordinary MLX function whose gradient is `backward`; the frozen linear gets zeros."""
-    return _apply(x, linear, a, b, scale, dropout)
+    return _apply(x, linear, (a, b), scale, dropout)
 
 
-@mx.custom_function
-def _apply(x: mx.array, linear: Linear, a: mx.array, b: mx.array, scale: float, dropout: Dropout | None) -> mx.array:
-    return forward(x, linear, (a, b), scale, dropout)
+_apply: Any = mx.custom_function(forward)
 
 
 @_apply.vjp
 def _(primals: Any, dy: mx.array, _y: mx.array) -> Any:
-    x, linear, a, b, scale, dropout = primals
-    dx, pair = backward(x, linear, (a, b), scale, dy, dropout)
-    assert pair is not None
-    return dx, quantized.zeros_like(linear), pair[0].astype(a.dtype), pair[1].astype(b.dtype), scale, dropout and (mx.zeros_like(dropout[0]), dropout[1])
+    x, linear, lora, scale, dropout = primals
+    dx, grads = backward(x, linear, lora, scale, dy, dropout)
+    d_lora = grads and tuple(d.astype(p.dtype) for d, p in zip(grads, lora, strict=True))
+    return dx, quantized.zeros_like(linear), d_lora, scale, dropout and (mx.zeros_like(dropout[0]), dropout[1])

@@ -11,12 +11,18 @@ dequantised, in the dtype of the activations, and an ordinary product follows; t
 about one of them exists at a time.
 """
 
+import math
 from typing import Any
 
 import mlx.core as mx
 
 Linear = dict[str, Any]
 TILE_BYTES = 2_000_000  # of dequantised weights: stays in a core's cache, and large enough that a product is not all overhead
+
+
+def on_cpu() -> bool:
+    """Whether the default device is a CPU, where packed weights are not multiplied as they are."""
+    return mx.default_device() == mx.cpu
 
 
 def shape(linear: Linear) -> tuple[int, int]:
@@ -30,7 +36,11 @@ def dequantize(linear: Linear, dtype: mx.Dtype) -> mx.array:
     if "scales" not in linear:
         return linear["weight"].astype(dtype)
     scales, biases = linear["scales"].astype(dtype), linear["biases"].astype(dtype)
-    return mx.dequantize(linear["weight"], scales, biases, group_size=linear["group_size"], bits=linear["bits"])
+    if not on_cpu():
+        return mx.dequantize(linear["weight"], scales, biases, group_size=linear["group_size"], bits=linear["bits"])
+    # On a CPU mx.dequantize is made of 32-bit operations; on bytes the same takes half the time at 4 bits and a sixth at 5, and half the memory.
+    codes = _codes(linear["weight"], linear["bits"]).reshape(*scales.shape, linear["group_size"]).astype(dtype)
+    return (codes * scales[..., None] + biases[..., None]).reshape(shape(linear))
 
 
 def quantize(weight: mx.array, bits: int, group_size: int) -> Linear:
@@ -66,7 +76,7 @@ def take(linear: Linear, index: mx.array, dtype: mx.Dtype) -> mx.array:
 
 def unpacked(linear: Linear, dtype: mx.Dtype) -> Linear:
     """The linear as products read it, for a tile that several products share: dequantised on a CPU, as it is on a GPU."""
-    if not _on_cpu() and "scales" in linear:
+    if not on_cpu() and "scales" in linear:
         return linear
     return {"weight": dequantize(linear, dtype)} | ({"bias": linear["bias"]} if "bias" in linear else {})
 
@@ -84,7 +94,7 @@ def zeros_like(linear: Linear) -> Linear:
 
 def matmul(x: mx.array, linear: Linear) -> mx.array:
     """x [..., in] Wᵀ + bias -> [..., out], in the dtype of x."""
-    if not _on_cpu() and "scales" in linear:
+    if not on_cpu() and "scales" in linear:
         y = _quantized_matmul(x, linear, transpose=True)
     else:
         pieces: list[mx.array] = []
@@ -97,7 +107,7 @@ def matmul(x: mx.array, linear: Linear) -> mx.array:
 
 def matmul_transposed(dy: mx.array, linear: Linear) -> mx.array:
     """dy [..., out] W -> [..., in], in the dtype of dy: the backward of `matmul`. Sums over tiles are float32."""
-    if not _on_cpu() and "scales" in linear:
+    if not on_cpu() and "scales" in linear:
         return _quantized_matmul(dy, linear, transpose=False)
     dx: mx.array | None = None
     for i, j in _tiles(linear, dy.dtype):
@@ -108,8 +118,18 @@ def matmul_transposed(dy: mx.array, linear: Linear) -> mx.array:
     return dx.astype(dy.dtype)
 
 
-def _on_cpu() -> bool:
-    return mx.default_device() == mx.cpu
+def _codes(packed: mx.array, bits: int) -> mx.array:
+    """Unpack uint32 [out, words] into codes, uint8 [out, bytes, codes]: a stream of codes of `bits` bits, lowest bit first."""
+    places = 8 // math.gcd(bits, 8)  # codes until one begins where a byte begins
+    period = packed.view(mx.uint8).reshape(packed.shape[0], -1, places * bits // 8)
+    codes = []
+    for place in range(places):
+        byte, shift = divmod(place * bits, 8)
+        code = period[..., byte] >> shift
+        if shift + bits > 8:
+            code = code | period[..., byte + 1] << (8 - shift)
+        codes.append(code & (2**bits - 1))
+    return mx.stack(codes, axis=-1)
 
 
 def _quantized_matmul(x: mx.array, linear: Linear, transpose: bool) -> mx.array:

@@ -35,9 +35,7 @@ def apply(x: mx.array, weight: mx.array, eps: float) -> mx.array:
     return _apply(x, weight, eps)
 
 
-@mx.custom_function
-def _apply(x: mx.array, weight: mx.array, eps: float) -> mx.array:
-    return forward(x, weight, eps)
+_apply: Any = mx.custom_function(forward)
 
 
 @_apply.vjp

@@ -40,9 +40,7 @@ def _rotate(x: mx.array, rope: Rope, scale: float) -> mx.array:
     return mx.fast.rope(x, rope["dims"], traditional=rope["traditional"], base=rope["base"], scale=scale, offset=0, freqs=rope["freqs"])
 
 
-@mx.custom_function
-def _apply(x: mx.array, rope: Rope) -> mx.array:
-    return forward(x, rope)
+_apply: Any = mx.custom_function(forward)
 
 
 @_apply.vjp

@@ -1,6 +1,6 @@
 """Causal attention with grouped heads, over blocks of query rows: the twin of `mesp_mlx.ops.attention`.
 
-    P = softmax(scale * q @ k.T, where seen);  o = P @ v
+P = softmax(scale * q @ k.T, where seen);  o = P @ v
 """
 
 import numpy as np
@@ -9,10 +9,13 @@ TILE_BYTES = 2_000_000  # of scores: a block has two such arrays in backward
 
 
 def default_tile(q_shape: tuple[int, ...], window: int | None) -> int:
-    """Query rows in a block, at least 16, so that the scores [B, H, tile, keys] of a block take about TILE_BYTES."""
+    """Query rows in a block, 16 to 64, so that the scores [B, H, tile, keys] of a block take about TILE_BYTES.
+
+    Not more than 64: half of the square where a block meets the diagonal is masked, and computed in vain.
+    """
     batch, heads, tokens, _ = q_shape
     keys = tokens if window is None else min(tokens, window + 64)
-    return min(tokens, max(16, TILE_BYTES // (4 * batch * heads * keys) // 16 * 16))
+    return min(tokens, 64, max(16, TILE_BYTES // (4 * batch * heads * keys) // 16 * 16))
 
 
 def forward(q: np.ndarray, k: np.ndarray, v: np.ndarray, scale: float, window: int | None = None, tile: int | None = None) -> np.ndarray:
@@ -55,7 +58,7 @@ def _blocks(q_shape: tuple[int, ...], window: int | None, tile: int | None) -> l
     """(first row, end row, first key) of each block."""
     tokens = q_shape[2]
     tile = tile or default_tile(q_shape, window)
-    return [(i, min(i + tile, tokens), max(0, i - window + 1) if window else 0) for i in range(0, tokens, tile)]
+    return [(i, min(i + tile, tokens), 0 if window is None else max(0, i - window + 1)) for i in range(0, tokens, tile)]
 
 
 def _fold(rows: np.ndarray, heads: int) -> np.ndarray:

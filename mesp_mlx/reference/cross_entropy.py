@@ -1,7 +1,7 @@
 """The loss and its gradient in one sweep over tiles of the vocabulary: the twin of `mesp_mlx.ops.cross_entropy`.
 
-    logits = h @ W.T + bias
-    loss = sum(logsumexp(logits, axis=1) - logits[range(N), targets]);  dh = softmax(logits) @ W - W[targets]
+logits = h @ W.T + bias
+loss = sum(logsumexp(logits, axis=1) - logits[range(N), targets]);  dh = softmax(logits) @ W - W[targets]
 """
 
 import numpy as np

@@ -1,6 +1,6 @@
 """SwiGLU or GeGLU MLP with low-rank adapters, over tiles of its width F: the twin of `mesp_mlx.ops.gated_mlp`.
 
-    g, u = gate(x), up(x);  z = phi(g) * u;  y = down(z)          # each a lora_linear
+g, u = gate(x), up(x);  z = phi(g) * u;  y = down(z)          # each a lora_linear
 """
 
 import math
@@ -13,15 +13,15 @@ from mesp_mlx.reference.lora_linear import Dropout, Pair, drop
 from mesp_mlx.reference.quantized import Linear
 
 NAMES = ("gate", "up", "down")
-TILE_BYTES = 1_750_000  # of one dequantised tile: three exist at a time
+TILE_BYTES = 1_750_000  # of one dequantised tile [f, D], and of one array [N, f]: a few of each exist at a time
 Activation = Literal["silu", "gelu"]
 Loras = dict[str, Pair | None]
 Dropouts = dict[str, Dropout | None] | None
 
 
-def default_tile(width: int) -> int:
-    """Columns of F in a tile: a multiple of 128, and so of every group size."""
-    return max(128, TILE_BYTES // (4 * width) // 128 * 128)
+def default_tile(rows: int, width: int) -> int:
+    """Columns of F in a tile, for x [rows, width]: a multiple of 128, and so of every group size."""
+    return max(128, TILE_BYTES // (4 * max(rows, width)) // 128 * 128)
 
 
 def forward(
@@ -42,7 +42,7 @@ def forward(
     down_pair = lora["down"]
     y = np.zeros(flat.shape, x.dtype)
     h_down = np.zeros((len(flat), down_pair[0].shape[1]), x.dtype) if down_pair else None
-    for i, j in _tiles(gate, tile):
+    for i, j in _tiles(flat, gate, tile):
         g, u = (
             _project(flat, quantized.unpacked(quantized.rows(linear, i, j), x.dtype), lora[name], hidden.get(name), i, j)
             for name, linear in (("gate", gate), ("up", up))
@@ -83,21 +83,23 @@ def backward(
     drops = _flat(dropout)
     dropped = {name: drop(flat, drops[name]) for name in ("gate", "up") if lora[name]}
     hidden = {name: scale * (dropped[name] @ pair[0]) for name in dropped if (pair := lora[name])}  # [N,D] @ [D,R] -> [N,R]
-    grads: Loras = {name: pair and (np.zeros(pair[0].shape, x.dtype), np.zeros(pair[1].shape, x.dtype)) for name, pair in lora.items()}
+    grads: Loras = {name: pair and (np.empty(pair[0].shape, x.dtype), np.empty(pair[1].shape, x.dtype)) for name, pair in lora.items()}
     dh = {name: np.zeros_like(h) for name, h in hidden.items()}
+    if pair := lora["down"]:
+        dh["down"] = scale * (dy_flat @ pair[1].T)  # [N,D] @ [D,R] -> [N,R]
+        hidden["down"] = np.zeros_like(dh["down"])
     dx = np.zeros(flat.shape, x.dtype) if need_dx else None
-    for i, j in _tiles(gate, tile):
+    for i, j in _tiles(flat, gate, tile):
         tiles = {name: quantized.unpacked(quantized.rows(linear, i, j), x.dtype) for name, linear in (("gate", gate), ("up", up))}
         g, u = (_project(flat, tiles[name], lora[name], hidden.get(name), i, j) for name in ("gate", "up"))
         phi, slope = _activate_with_slope(g, activation)
-        dz = quantized.matmul_transposed(dy_flat, quantized.columns(down, i, j)) # [N,D] @ [D,f] -> [N,f]
+        dz = quantized.matmul_transposed(dy_flat, quantized.columns(down, i, j))  # [N,D] @ [D,f] -> [N,f]
         if (pair := lora["down"]) and (grad := grads["down"]):
             part, a = _part(drops["down"], i, j), pair[0][i:j]
-            dh_down = scale * (dy_flat @ pair[1].T)  # [N,D] @ [D,R] -> [N,R]
             z = drop(phi * u, part)
-            grad[1][:] += scale * (z @ a).T @ dy_flat  # [N,f] @ [f,R] -> [N,R];  [R,N] @ [N,D] -> [R,D]
-            grad[0][i:j] = z.T @ dh_down  # [f,N] @ [N,R] -> [f,R]
-            dz += drop(dh_down @ a.T, part)  # [N,R] @ [R,f] -> [N,f]
+            hidden["down"] += scale * (z @ a)  # [N,f] @ [f,R] -> [N,R]
+            np.matmul(z.T, dh["down"], out=grad[0][i:j])  # [f,N] @ [N,R] -> [f,R]
+            dz += drop(dh["down"] @ a.T, part)  # [N,R] @ [R,f] -> [N,f]
         slope *= dz
         slope *= u
         phi *= dz
@@ -107,6 +109,8 @@ def backward(
                 dh[name] += scale * (d @ pair[1][:, i:j].T)  # [N,f] @ [f,R] -> [N,R]
             if dx is not None:
                 dx += d @ tiles[name]["weight"]  # [N,f] @ [f,D] -> [N,D]
+    if grad := grads["down"]:
+        np.matmul(hidden["down"].T, dy_flat, out=grad[1])  # [R,N] @ [N,D] -> [R,D]
     for name in dropped:
         if (pair := lora[name]) and (grad := grads[name]):
             np.matmul(dropped[name].T, dh[name], out=grad[0])  # [D,N] @ [N,R] -> [D,R]
@@ -115,9 +119,9 @@ def backward(
     return None if dx is None else dx.reshape(x.shape), grads
 
 
-def _tiles(gate: Linear, tile: int | None) -> list[tuple[int, int]]:
-    width, model_width = quantized.shape(gate)
-    tile = tile or default_tile(model_width)
+def _tiles(flat: np.ndarray, gate: Linear, tile: int | None) -> list[tuple[int, int]]:
+    width, _ = quantized.shape(gate)
+    tile = tile or default_tile(*flat.shape)
     return [(i, min(i + tile, width)) for i in range(0, width, tile)]
 
 

@@ -1,6 +1,6 @@
 """A frozen linear with a low-rank adapter: the twin of `mesp_mlx.ops.lora_linear`.
 
-    y = x @ W.T + bias + scale * ((x̃ @ A) @ B)          # A [in, R], B [R, out], x̃ = dropout(x)
+y = x @ W.T + bias + scale * ((x̃ @ A) @ B)          # A [in, R], B [R, out], x̃ = dropout(x)
 """
 
 import numpy as np

@@ -1,11 +1,12 @@
 """Frozen linears, dense or in MLX's affine quantisation, and products with them: the twin of `mesp_mlx.ops.quantized`.
 
-A packed row is a stream of codes of `bits` bits, lowest bit first, cut into little-endian 32-bit words. Dequantised:
+A packed row is a stream of codes of `bits` bits, lowest bit first, kept as little-endian 32-bit words. Dequantised:
 
     W[o, i] = scales[o, i // group_size] * code[o, i] + biases[o, i // group_size]
 """
 
 import functools
+import math
 from typing import Any
 
 import numpy as np
@@ -113,7 +114,7 @@ def _tiles(linear: Linear, dtype: Any) -> list[tuple[int, int]]:
 
 @functools.lru_cache(maxsize=16)
 def _table(bits: int, dtype: np.dtype) -> np.ndarray:
-    """[256, 8/bits]: the codes that each byte holds, for 2, 4 and 8 bits."""
+    """[256, 8/bits]: the codes that each byte holds, for 2 and 4 bits."""
     shifts = np.arange(0, 8, bits)
     return ((np.arange(256)[:, None] >> shifts) & (2**bits - 1)).astype(dtype)
 
@@ -122,30 +123,32 @@ def _codes(packed: np.ndarray, bits: int, dtype: np.dtype) -> np.ndarray:
     """Unpack uint32 [out, words] into codes [out, words*32/bits] of dtype."""
     out, words = packed.shape
     codes = np.empty((out, words * 32 // bits), dtype)
-    if 8 % bits == 0:
+    if bits in (2, 4):
         # One look-up per byte is several times faster than shifting and masking; `clip` is what lets take write into `out` directly.
         np.take(_table(bits, dtype), packed.view(np.uint8), axis=0, out=codes.reshape(out, words * 4, 8 // bits), mode="clip")
         return codes
-    # 32 codes of `bits` bits fill `bits` words exactly, so each of the 32 places has one word and one shift, for all periods at once.
-    period = packed.reshape(out, -1, bits)
-    places = codes.reshape(out, -1, 32)
-    for place in range(32):
-        word, shift = divmod(place * bits, 32)
-        value = period[..., word] >> np.uint32(shift)
-        if shift + bits > 32:
-            value = value | period[..., word + 1] << np.uint32(32 - shift)
-        places[..., place] = value & np.uint32(2**bits - 1)
+    places = 8 // math.gcd(bits, 8)  # codes until one begins where a byte begins
+    period = packed.view(np.uint8).reshape(out, -1, places * bits // 8)
+    by_place = codes.reshape(out, -1, places)
+    for place in range(places):
+        byte, shift = divmod(place * bits, 8)
+        code = period[..., byte] >> shift
+        if shift + bits > 8:
+            code |= period[..., byte + 1] << (8 - shift)
+        code &= 2**bits - 1
+        by_place[..., place] = code
     return codes
 
 
 def _pack(codes: np.ndarray, bits: int) -> np.ndarray:
-    """Pack codes [out, in] into uint32 [out, in*bits/32]: the inverse of `_codes`."""
+    """Pack uint8 codes [out, in] into uint32 [out, in*bits/32]: the inverse of `_codes`."""
     out, width = codes.shape
-    places = codes.astype(np.uint32).reshape(out, width // 32, 32)
-    period = np.zeros((out, width // 32, bits), np.uint32)
-    for place in range(32):
-        word, shift = divmod(place * bits, 32)
-        period[..., word] |= places[..., place] << np.uint32(shift)
-        if shift + bits > 32:
-            period[..., word + 1] |= places[..., place] >> np.uint32(32 - shift)
-    return period.reshape(out, width * bits // 32)
+    places = 8 // math.gcd(bits, 8)
+    by_place = codes.reshape(out, -1, places)
+    period = np.zeros((out, width // places, places * bits // 8), np.uint8)
+    for place in range(places):
+        byte, shift = divmod(place * bits, 8)
+        period[..., byte] |= by_place[..., place] << shift
+        if shift + bits > 8:
+            period[..., byte + 1] |= by_place[..., place] >> (8 - shift)
+    return period.reshape(out, -1).view(np.uint32)

@@ -1,6 +1,6 @@
 """Root-mean-square normalisation: the twin of `mesp_mlx.ops.rms_norm`.
 
-    r = 1 / sqrt(mean(x * x) + eps);  y = x * r * weight
+r = 1 / sqrt(mean(x * x) + eps);  y = x * r * weight
 """
 
 import numpy as np

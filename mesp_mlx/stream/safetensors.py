@@ -6,6 +6,7 @@ Format: 8 bytes of little-endian header length, a JSON header, then the tensors'
 Source: the safetensors format description, https://github.com/huggingface/safetensors.
 """
 
+import contextlib
 import json
 import math
 import os
@@ -205,5 +206,6 @@ class Writer:
             if kind is None:
                 os.replace(self._partial, self.file)
         finally:
-            self._stream.close()
+            with contextlib.suppress(OSError):  # closing a file on a full disk fails again
+                self._stream.close()
             self._partial.unlink(missing_ok=True)

@@ -1,0 +1,136 @@
+"""Models on the Hugging Face Hub: only the files needed, after the space for them is checked.
+
+huggingface_hub is imported where it is used: a run on a local model does without it.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import TypeVar
+
+from mesp_mlx.errors import UserError
+from mesp_mlx.model.convert import nearest_folder, quantized, require_space, weight_bytes
+from mesp_mlx.model.spec import ModelSpec, load_spec, read_config
+from mesp_mlx.stream.safetensors import Entry
+
+FILES = [
+    "config.json", "model*.safetensors", "model.safetensors.index.json", "generation_config.json", "tokenizer*", "vocab*", "merges.txt",
+    "special_tokens_map.json", "added_tokens.json", "chat_template*",
+]  # fmt: skip
+OTHER_FOLDERS = ["*/*"]  # onnx/, original/ and the like
+TIMEOUT_SECONDS = 15
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True)
+class Listing:
+    """What the Hub says about a model: the commit that its main branch is at, and all its files' sizes in bytes."""
+
+    commit: str
+    sizes: Mapping[str, int]
+
+    def needed(self) -> dict[str, int]:
+        """The files that are downloaded."""
+        return {name: size for name, size in self.sizes.items() if "/" not in name and any(fnmatchcase(name, pattern) for pattern in FILES)}
+
+
+def look_up(model: str) -> Listing | None:
+    """The listing of a model, or None where the Hub can't be reached.
+
+    Raises:
+        UserError: there is no such model, or not for this user.
+    """
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import RepositoryNotFoundError
+
+    try:
+        info = HfApi().model_info(model, files_metadata=True, timeout=TIMEOUT_SECONDS)
+    except (RepositoryNotFoundError, ValueError) as error:
+        raise _refusal(model, error) from None
+    except Exception:  # offline, a time-out, an error of the server: the HTTP library's errors differ between versions of huggingface_hub
+        return None
+    return Listing(info.sha or "main", {file.rfilename: file.size or 0 for file in info.siblings or ()})
+
+
+def download(model: str, listing: Listing | None, cache_folder: Path, quantize: bool, note: Callable[[str], None]) -> Path:
+    """The folder of the Hub's own cache, named after the commit, with the model's files; what is there already is not fetched again.
+
+    The config is fetched first, so that a model that can't be served costs nothing, then the space for the rest (and, in
+    cache_folder, for the 4-bit copy if one will be made) is checked. With no listing, only what is there already is used.
+
+    Raises:
+        UserError: not found, gated, not served, too little space, or interrupted.
+    """
+    from huggingface_hub import constants, hf_hub_download, snapshot_download, try_to_load_from_cache
+
+    if listing is None:
+        return Path(_ask(model, lambda: snapshot_download(model, allow_patterns=FILES, ignore_patterns=OTHER_FOLDERS, local_files_only=True)))
+    if "config.json" not in listing.sizes:
+        ggufs = [name for name in listing.sizes if name.endswith(".gguf")]
+        advice = f"Download one of its GGUF files, such as {ggufs[0]}, and give the file's path." if ggufs else "Is it a language model?"
+        raise UserError(f"--model {model}: on the Hub it has no config.json. {advice}")
+    needed = listing.needed()
+    if not any(name.endswith(".safetensors") for name in needed):
+        raise UserError(f"--model {model}: on the Hub it has no model*.safetensors file. Take a model, or a conversion of this one, that has.")
+    config = read_config(Path(_ask(model, lambda: hf_hub_download(model, "config.json"))).parent)
+    spec = load_spec(config, f"config.json of {model}")
+    unquantized = quantize and not config.get("quantization")
+    missing_bytes = sum(size for name, size in needed.items() if not isinstance(try_to_load_from_cache(model, name, revision=listing.commit), str))
+    if unquantized:
+        _note_twin(model, note)
+    hub_cache = Path(constants.HF_HUB_CACHE)
+    _require_space(model, hub_cache, missing_bytes, cache_folder, converted_bytes(spec) if unquantized else 0)
+    if missing_bytes:
+        note(f"Downloading {model} ({missing_bytes / 1e6:,.0f} MB).")
+    return Path(_ask(model, lambda: snapshot_download(model, allow_patterns=FILES, ignore_patterns=OTHER_FOLDERS)))
+
+
+def converted_bytes(spec: ModelSpec) -> int:
+    """What model.safetensors takes once the model is quantised."""
+    nowhere = Path()
+    return weight_bytes([quantized(name, Entry(name, nowhere, spec.dtype, shape, 0, 0)) for name, shape in spec.tensors().items()])
+
+
+def _require_space(model: str, hub_cache: Path, download_bytes: int, cache_folder: Path, copy_bytes: int) -> None:
+    same_disk = nearest_folder(hub_cache).stat().st_dev == nearest_folder(cache_folder).stat().st_dev
+    require_space(hub_cache, download_bytes + (copy_bytes if same_disk else 0), f"downloading {model}")
+    require_space(cache_folder, copy_bytes, f"quantising {model}")
+
+
+def _note_twin(model: str, note: Callable[[str], None]) -> None:
+    """Say so if mlx-community has the model quantised already: it is a smaller download."""
+    from huggingface_hub import HfApi
+
+    twin = f"mlx-community/{model.split('/')[1]}-4bit"
+    try:
+        HfApi().model_info(twin, timeout=TIMEOUT_SECONDS)
+    except Exception:  # a hint only
+        return
+    note(f"{model} is not quantised. {twin} is, and is a smaller download: --model {twin}.")
+
+
+def _ask(model: str, call: Callable[[], Result]) -> Result:
+    """Call the Hub; whatever goes wrong becomes one clear message."""
+    try:
+        return call()
+    except Exception as error:  # the HTTP library's errors differ between versions of huggingface_hub and share no other base
+        raise _refusal(model, error) from error
+
+
+def _refusal(model: str, error: Exception) -> UserError:
+    from huggingface_hub.errors import GatedRepoError, HFValidationError, LocalEntryNotFoundError, OfflineModeIsEnabled, RepositoryNotFoundError
+
+    doing = f"--model {model}: "
+    if isinstance(error, GatedRepoError):
+        return UserError(doing + "it is gated. Accept its terms on its page on the Hub, then log in with `hf auth login` or set HF_TOKEN.")
+    if isinstance(error, RepositoryNotFoundError):
+        return UserError(doing + "there is no such folder here and no such model on the Hub. If it is private, log in with `hf auth login` or set HF_TOKEN.")
+    if isinstance(error, HFValidationError):
+        return UserError(doing + "there is no such folder here, and it is no valid Hub id (org/name).")
+    if isinstance(error, (LocalEntryNotFoundError, OfflineModeIsEnabled)):
+        return UserError(doing + "the Hub can't be reached, and its cache does not hold the whole model. Connect to the network, or unset HF_HUB_OFFLINE.")
+    said = str(error).strip().splitlines()
+    return UserError(
+        doing + f"downloading it from the Hub failed ({said[0] if said else type(error).__name__}). Run the command again: files that were complete are kept."
+    )

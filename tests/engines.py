@@ -1,0 +1,62 @@
+"""What the engine's tests share: a model on disk, an adapter with a B that is not zero, rows of random tokens, and one pass of the loop."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mesp_mlx import adapter as adapters
+from mesp_mlx.data.group import Group
+from mesp_mlx.engine.backprop import loss_and_gradients
+from mesp_mlx.engine.sink import HeldSink
+from mesp_mlx.model import weights
+from mesp_mlx.model.model import build
+from mesp_mlx.model.spec import load_spec, read_config
+from mesp_mlx.model.stages import Batch, Dropout
+from mesp_mlx.stream.safetensors import read_folder
+from mesp_mlx.stream.store import Store
+
+SCALE = 2.0
+
+
+def random_adapter(folder: Path, rank: int = 4, num_layers: int = -1, keys: Sequence[str] | None = None, seed: int = 1) -> dict[str, np.ndarray]:
+    """An adapter of the model in a folder with both A and B random: a B of zero hides errors in dA."""
+    spec, rng = load_spec(read_config(folder)), np.random.default_rng(seed)
+    shapes = adapters.shapes(spec, adapters.choose_modules(spec, num_layers, keys), rank)
+    return {name: (0.1 * rng.normal(size=shape)).astype(np.float32) for name, shape in shapes.items()}
+
+
+def random_group(vocabulary: int, lengths: Sequence[int], seed: int = 2, supervised: float = 0.7, first_row: int = 0, width: int | None = None) -> Group:
+    """Rows of random tokens, of so many positions each, padded to the longest (or to width)."""
+    rng, width = np.random.default_rng(seed), width or max(lengths)
+    tokens = rng.integers(0, vocabulary, (len(lengths), width + 1), dtype=np.int32)
+    mask = (rng.random((len(lengths), width)) < supervised) & (np.arange(width) < np.array(lengths)[:, None])
+    return Group(tokens[:, :-1], tokens[:, 1:], mask, tuple(range(first_row, first_row + len(lengths))), tuple(lengths))
+
+
+def one_pass(
+    folder: Path, backend: Any, adapter: Mapping[str, np.ndarray], groups: Sequence[Group], dropout: Dropout | None = None, dtype: Any = None
+) -> tuple[float, dict[str, np.ndarray], Store]:
+    """The summed loss, its gradients by adapter tensor name, and the store that was read from."""
+    spec, entries = load_spec(read_config(folder)), read_folder(folder)
+    weights.check(spec, entries)
+    model, sink = build(spec, backend, SCALE, dtype=dtype), Gathered(backend)
+    arrays = {name: backend.arrays.asarray(value) for name, value in adapter.items()}
+    with Store(entries, spec, backend) as store:
+        loss = loss_and_gradients(model, store, arrays, [Batch(group, dropout) for group in groups], sink)
+    return loss, {name: np.array(backend.arrays.to_numpy(value)) for name, value in sink.gradients.items()}, store
+
+
+class Gathered(HeldSink):
+    """A sink that shows what it was given."""
+
+    @property
+    def gradients(self) -> dict[str, Any]:
+        return self._gradients
+
+
+def worst_error(found: Mapping[str, np.ndarray], truth: Mapping[str, np.ndarray]) -> float:
+    """The largest, over tensors, of max|difference| / max|truth|; not a number where either is not."""
+    assert found.keys() == truth.keys()
+    return max((float(np.abs(found[name] - truth[name]).max() / np.abs(truth[name]).max()) for name in truth), key=lambda e: (np.isnan(e), e))

@@ -1,0 +1,40 @@
+import numpy as np
+import oracles
+import pytest
+
+from mesp_mlx import reference
+
+
+@pytest.fixture(params=["numpy", "mlx"])
+def arrays(request):
+    return reference.arrays if request.param == "numpy" else oracles.mlx()[1].arrays
+
+
+def test_rows_taken_and_put_back_are_each_others_transpose(arrays):
+    a = np.random.default_rng(0).normal(size=(6, 3)).astype(np.float32)
+    index = arrays.asarray(np.array([4, 0, 5]))
+    taken = arrays.take_rows(arrays.asarray(a), index)
+    np.testing.assert_array_equal(arrays.to_numpy(taken), a[[4, 0, 5]])
+    put = arrays.to_numpy(arrays.scatter_rows(taken, index, 6))
+    np.testing.assert_array_equal(put[[4, 0, 5]], a[[4, 0, 5]])
+    np.testing.assert_array_equal(put[[1, 2, 3]], 0)
+
+
+def test_no_rows_put_back_are_zeros(arrays):
+    values, index = arrays.zeros((0, 3), arrays.float32), arrays.asarray(np.zeros(0, np.int32))
+    np.testing.assert_array_equal(arrays.to_numpy(arrays.scatter_rows(values, index, 4)), np.zeros((4, 3)))
+
+
+def test_sum_of_squares_is_a_number(arrays):
+    a = np.random.default_rng(0).normal(size=(50, 7)).astype(np.float32)
+    total = arrays.sum_squares(arrays.asarray(a))
+    assert isinstance(total, float)
+    assert total == pytest.approx(float(np.sum(a.astype(np.float64) ** 2)), rel=1e-6)
+
+
+def test_joining_casting_and_waiting_keep_values(arrays):
+    a = arrays.asarray(np.arange(6, dtype=np.float32).reshape(2, 3))
+    joined = arrays.concatenate([a, arrays.depends(a, [a, a])], axis=1)
+    arrays.evaluate({"x": [joined]}, a)
+    assert arrays.to_numpy(joined).shape == (2, 6)
+    np.testing.assert_array_equal(arrays.to_numpy(joined)[:, 3:], arrays.to_numpy(arrays.astype(a, arrays.float32)))

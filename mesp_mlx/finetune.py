@@ -44,7 +44,7 @@ def run(settings: Settings) -> None:
         for line in config.remarks(settings):
             report.note(line)
 
-        model = source.resolve(settings.model, config.cache_folder(), settings.quantize, report.note)
+        model = source.resolve_apart(settings.model, config.cache_folder(), settings.quantize)
         spec = load_spec(read_config(model.folder), str(model.folder / "config.json"))
         entries = read_folder(model.folder)
         weights.check(spec, entries)
@@ -52,7 +52,7 @@ def run(settings: Settings) -> None:
         lora = settings.lora_parameters
         modules = adapters.choose_modules(spec, settings.num_layers, lora.keys)
         data = config.demo_folder() if settings.data == "demo" else Path(settings.data)
-        chosen = rows.read_rows(settings, data, model.folder, spec.max_positions, config.cache_folder() / "tokens")
+        chosen = rows.read_rows(settings, data, model.folder, spec, config.cache_folder() / "tokens")
         updates = _count_updates(settings, len(chosen.train), report)
 
         stack.callback(measure.set_allocator_limits, arrays, *measure.set_allocator_limits(arrays, cache_bytes=measure.CACHE_BYTES))

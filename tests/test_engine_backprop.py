@@ -85,7 +85,8 @@ def test_every_width_of_quantisation(tmp_path, bits, group_size, backend):
 
 @pytest.mark.parametrize("backend", BACKENDS, ids=names)
 def test_modules_quantised_each_in_their_way(tmp_path, backend):
-    settings = {"model.embed_tokens": {"bits": 8, "group_size": 32}, "model.layers.0.mlp.down_proj": {"bits": 6, "group_size": 32}, "model.layers.1.self_attn.q_proj": False}
+    eight, six = ({"bits": bits, "group_size": 32} for bits in (8, 6))
+    settings = {"model.embed_tokens": eight, "model.layers.0.mlp.down_proj": six, "model.layers.1.self_attn.q_proj": False}
     folder = make_model(tmp_path / "model", tiny_config("llama"), quantization=settings)
     loss, gradients, _ = one_pass(folder, backend, random_adapter(folder), GROUPS)
     plain = {name: value.astype(np.float64) for name, value in random_adapter(folder).items()}
@@ -185,7 +186,9 @@ class Recorder:
 
 
 class RecordingStore(Store):
-    events: list[str]
+    def __init__(self, events: list[str], *arguments: Any):
+        super().__init__(*arguments)
+        self.events = events
 
     def load(self, stage: Any) -> Any:
         self.events.append(f"load {stage.name}")
@@ -202,8 +205,7 @@ def events_of_a_pass(folder, backend, adapter) -> list[str]:
     segments: Any = tuple(tuple(Recorder(stage, events) for stage in segment) for segment in model.segments)
     recorded = dataclasses.replace(model, embedding=Recorder(model.embedding, events), segments=segments, head=Recorder(model.head, events))
     arrays = {name: backend.arrays.asarray(value) for name, value in adapter.items()}
-    with RecordingStore(read_folder(folder), spec, backend) as store:
-        store.events = events
+    with RecordingStore(events, read_folder(folder), spec, backend) as store:
         loss_and_gradients(recorded, store, arrays, [Batch(GROUPS[0])], Gathered(backend))
     return [event.replace("model.layers.", "").replace("model.embed_tokens", "embedding").replace("self_attn", "attention") for event in events]
 
@@ -244,7 +246,7 @@ def autodiff_of_mlx_lm(folder, adapter, groups) -> tuple[float, dict[str, np.nda
     from mlx_lm.tuner.utils import linear_to_lora_layers
     from mlx_lm.utils import load_model
 
-    model, _ = load_model(folder)
+    model: Any = load_model(folder)[0]
     model.set_dtype(mx.float32)
     model.freeze()
     rank = next(iter(adapter.values())).shape[1]
@@ -253,7 +255,7 @@ def autodiff_of_mlx_lm(folder, adapter, groups) -> tuple[float, dict[str, np.nda
 
     def loss_of(model: Any) -> mx.array:
         losses = [nn.losses.cross_entropy(model(mx.array(group.ids)), mx.array(group.targets)) * mx.array(group.mask) for group in groups]
-        return mx.add(*[loss.sum() for loss in losses])
+        return mx.concatenate([loss.reshape(-1) for loss in losses]).sum()
 
     loss, gradients = nn.value_and_grad(model, loss_of)(model)
     return loss.item(), {name: np.array(value) for name, value in tree_flatten(gradients)}

@@ -8,8 +8,9 @@ import numpy as np
 from mesp_mlx.config import MAX_SEQ_LENGTH_CAP, Settings
 from mesp_mlx.data import batches, formats, tokens
 from mesp_mlx.data.group import Group
-from mesp_mlx.data.tokens import TokenSet
+from mesp_mlx.data.tokens import TokenSet, read
 from mesp_mlx.errors import UserError
+from mesp_mlx.model.spec import ModelSpec
 
 
 @dataclass(frozen=True)
@@ -46,21 +47,26 @@ class Rows:
         return [batches.groups(self.valid_set, chosen[start : start + rows_at_once], self.limit, self.widths) for start in starts]
 
 
-def read_rows(settings: Settings, data: Path, model_folder: Path, max_positions: int, cache: Path) -> Rows:
+def read_rows(settings: Settings, data: Path, model_folder: Path, spec: ModelSpec, cache: Path) -> Rows:
     """Read, tokenise and choose the rows in a data folder or file.
 
     Raises:
         UserError: a missing, empty or malformed file, a length the model has no positions for, or no row with anything to learn.
     """
-    if settings.max_seq_length and settings.max_seq_length > max_positions:
-        raise UserError(f"--max-seq-length is {settings.max_seq_length}, but the model was made for {max_positions} positions. Lower it.")
+    if settings.max_seq_length and settings.max_seq_length > spec.max_positions:
+        raise UserError(f"--max-seq-length is {settings.max_seq_length}, but the model was made for {spec.max_positions} positions. Lower it.")
     files = {split: file for split, file in formats.find_files(data).items() if file is not None and split != "test"}
     ask = [{"role": "user", "content": settings.sample_prompt}] if settings.sample_prompt else []
     encoded = tokens.encode(model_folder, files, cache, prompt=ask, mask_prompt=settings.mask_prompt)
     train_set = encoded.sets["train"]
     valid_set = encoded.sets.get("valid", train_set)
+    largest = max(int(read(held.ids, held.offsets[i], held.offsets[j]).max()) for held in encoded.sets.values() for i, j in held.blocks())
+    if largest >= spec.vocab_size:
+        raise UserError(
+            f"reading {data}: the tokenizer in {model_folder} gives token {largest}, but the model has only {spec.vocab_size}. Use the tokenizer of this model."
+        )
     longest = max(int(rows.lengths().max()) for rows in encoded.sets.values())
-    limit = settings.max_seq_length or min(longest, max_positions, MAX_SEQ_LENGTH_CAP)
+    limit = settings.max_seq_length or min(longest, spec.max_positions, MAX_SEQ_LENGTH_CAP)
     train, cut, skipped = batches.usable_rows(train_set, limit)
     if valid_set is train_set:
         train, valid = batches.split_rows(train_set, train, settings.seed)

@@ -51,6 +51,15 @@ class Window:
     tokens: int = 0
     iterations: int = 0
 
+    def pace(self) -> dict[str, float]:
+        """The mean loss and the speed so far."""
+        seconds = time.perf_counter() - self.started
+        return {
+            "train_loss": self.loss / self.supervised,
+            "iterations_per_second": self.iterations / seconds,
+            "tokens_per_second": self.tokens / seconds,
+        }
+
 
 def train(run: Run) -> tuple[float | None, float | None]:
     """All updates of a run; the validation loss before and after, None when there are no validation rows.
@@ -60,7 +69,7 @@ def train(run: Run) -> tuple[float | None, float | None]:
     """
     settings, rows, report = run.settings, run.rows, run.report
     valid = validation_groups(run)
-    before = after = validate(run, valid)
+    before = after = validate(run, valid) if valid else None
     if before is not None:
         report.validation(iteration=0, val_loss=before)
     trained, window, per_update = 0, Window(time.perf_counter()), settings.grad_accumulation_steps
@@ -77,10 +86,14 @@ def train(run: Run) -> tuple[float | None, float | None]:
         def due(every: int, iteration: int = iteration) -> bool:
             return iteration // every > (iteration - per_update) // every
 
+        pace = window.pace()
+        report.step(iteration=iteration, learning_rate=rate, **pace)
         if last or due(settings.steps_per_report):
-            _report(run, window, iteration, rate, trained)
+            peak, now = measure.allocator_peak_bytes(run.optimizer.backend.arrays.name), measure.process_now_bytes()
+            peak = measure.process_peak_bytes() if peak is None else peak
+            report.train(iteration=iteration, learning_rate=rate, trained_tokens=trained, peak_memory_bytes=peak, memory_bytes=now, **pace)
             window = Window(time.perf_counter())
-        if before is not None and (last or due(settings.steps_per_eval)):
+        if valid and (last or due(settings.steps_per_eval)):
             paused = time.perf_counter()
             after = validate(run, valid)
             report.validation(iteration=iteration, val_loss=after)
@@ -126,8 +139,8 @@ def validation_groups(run: Run) -> list[list[Group]]:
     return rows.validation_groups(count, settings.rows_per_update)
 
 
-def validate(run: Run, valid: list[list[Group]]) -> float | None:
-    """The mean loss over the supervised tokens of the validation rows; None when there are none."""
+def validate(run: Run, valid: list[list[Group]]) -> float:
+    """The mean loss over the supervised tokens of the validation rows."""
     total = 0.0
     for groups in valid:
         held = [Batch(group) for group in groups]
@@ -135,24 +148,8 @@ def validate(run: Run, valid: list[list[Group]]) -> float | None:
         states = forward(run.model, run.store, run.adapter, held)
         with run.store.open(run.model.head) as w:
             total += run.model.head.loss(w, states, held, gradient=False)[0]
-    supervised = sum(_supervised(groups) for groups in valid)
-    return total / supervised if supervised else None
+    return total / sum(_supervised(groups) for groups in valid)
 
 
 def _supervised(groups: list[Group]) -> int:
     return sum(int(group.mask.sum()) for group in groups)
-
-
-def _report(run: Run, window: Window, iteration: int, rate: float, trained: int) -> None:
-    seconds = time.perf_counter() - window.started
-    peak = measure.allocator_peak_bytes(run.optimizer.backend.arrays.name)
-    run.report.train(
-        iteration=iteration,
-        train_loss=window.loss / window.supervised,
-        learning_rate=rate,
-        iterations_per_second=window.iterations / seconds,
-        tokens_per_second=window.tokens / seconds,
-        trained_tokens=trained,
-        peak_memory_bytes=measure.process_peak_bytes() if peak is None else peak,
-        memory_bytes=measure.process_now_bytes(),
-    )

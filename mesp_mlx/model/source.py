@@ -1,8 +1,11 @@
 """From what --model names to a folder that the program and mlx-lm both read."""
 
 import hashlib
+import multiprocessing
 import re
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -48,6 +51,19 @@ def resolve(model: str, cache_folder: Path, quantize: str = "4", note: Note = pr
     if re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", model):
         return _hub(model, cache_folder, quantize, note)
     raise UserError(f"--model {model}: no such folder or file. Expected a model folder, a .gguf file, a Hub id such as org/name, or demo.")
+
+
+def resolve_apart(model: str, cache_folder: Path, quantize: str = "4") -> ModelFolder:
+    """`resolve` in a process of its own, so that converting a model leaves no mark on the memory of the one that trains.
+
+    Raises:
+        UserError: as `resolve`, or the process was ended from outside.
+    """
+    try:
+        with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+            return pool.submit(resolve, model, cache_folder, quantize).result()
+    except BrokenProcessPool:
+        raise UserError(f"--model {model}: the process that prepares the model was ended from outside, perhaps for lack of memory. Try again.") from None
 
 
 def _demo(cache_folder: Path, note: Note) -> ModelFolder:

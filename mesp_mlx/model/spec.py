@@ -11,7 +11,7 @@ from mesp_mlx.errors import UserError
 from mesp_mlx.model.families import FAMILIES, Family
 
 BITS, GROUP_SIZES = (2, 3, 4, 5, 6, 8), (32, 64, 128)
-PROJECTIONS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
+PROJECTIONS: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
 
 
 @dataclass(frozen=True)
@@ -55,8 +55,10 @@ class ModelSpec:
 
     def linear_shape(self, projection: str) -> tuple[int, int]:
         """[out, in] of one of a layer's projections, named as in PROJECTIONS."""
-        width, heads, kv, mlp = self.hidden_size, self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim, self.intermediate_size
-        return dict(zip(PROJECTIONS, [(heads, width), (kv, width), (kv, width), (width, heads), (mlp, width), (mlp, width), (width, mlp)], strict=True))[projection]
+        width, mlp = self.hidden_size, self.intermediate_size
+        heads, kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        shapes = ((heads, width), (kv, width), (kv, width), (width, heads), (mlp, width), (mlp, width), (width, mlp))
+        return dict(zip(PROJECTIONS, shapes, strict=True))[projection]
 
     def has_bias(self, projection: str) -> bool:
         """Whether one of a layer's projections, named as in PROJECTIONS, adds a bias."""

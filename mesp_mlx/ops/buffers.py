@@ -1,6 +1,7 @@
 """Memory that a file is read into: an MLX array's own, so that no copy is made and the allocator counts it."""
 
 import math
+from typing import Any, cast
 
 import mlx.core as mx
 
@@ -15,7 +16,7 @@ def allocate(shape: tuple[int, ...], dtype: str) -> tuple[mx.array, memoryview]:
     """An uninitialised array of a safetensors dtype, and its bytes to be written before `finish`."""
     array = mx.empty((max(math.prod(shape), 1),), TYPES[dtype][0])
     mx.eval(array)
-    return array.reshape(shape) if math.prod(shape) else mx.zeros(shape, TYPES[dtype][0]), memoryview(array).cast("B")
+    return array.reshape(shape) if math.prod(shape) else mx.zeros(shape, TYPES[dtype][0]), memoryview(cast(Any, array)).cast("B")
 
 
 def finish(array: mx.array, dtype: str) -> mx.array:

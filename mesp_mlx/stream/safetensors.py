@@ -75,7 +75,7 @@ def read_header(file: Path) -> tuple[dict[str, Entry], dict[str, str]]:
     for name, field in header.items():
         try:
             dtype, shape, (first, last) = field["dtype"], tuple(field["shape"]), field["data_offsets"]
-            consistent = math.prod(shape) * np.dtype(NUMPY_TYPES[dtype]).itemsize == last - first and 0 <= first
+            consistent = math.prod(shape) * np.dtype(NUMPY_TYPES[dtype]).itemsize == last - first and first >= 0
         except (KeyError, TypeError, ValueError):
             raise broken(f"tensor {name!r} has a header entry that can't be read: {field}") from None
         if not consistent:

@@ -7,6 +7,8 @@ from contextlib import ExitStack
 from pathlib import Path
 from types import ModuleType
 
+import numpy as np
+
 from mesp_mlx import adapter as adapters
 from mesp_mlx import backend as backends
 from mesp_mlx import config, optim
@@ -41,6 +43,7 @@ def run(settings: Settings) -> None:
     with ExitStack() as stack:
         interrupts = stack.enter_context(Interrupts())
         report = stack.enter_context(Report(settings.json_log))
+        stack.enter_context(np.errstate(over="ignore", invalid="ignore"))  # what is not finite is found and said by the steps below
         for line in config.remarks(settings):
             report.note(line)
 
@@ -65,8 +68,9 @@ def run(settings: Settings) -> None:
 
         def save(name: str) -> Path:
             with interrupts.held():
-                _write_config(folder, settings, spec, model)
-                return adapters.save(folder, adapter, backend, name)
+                file = adapters.save(folder, adapter, backend, name)
+                _write_config(folder, settings, spec, model)  # last: where nothing could be saved, no config claims a run
+                return file
 
         optimizer = optim.make(settings.optimizer, settings.optimizer_arguments, backend)
         whole = Run(settings, chosen, updates, stages, store, adapter, optimizer, report, save, interrupts.held)

@@ -31,11 +31,11 @@ class Interrupts:
     @contextmanager
     def held(self) -> Iterator[None]:
         """Put off an interruption until the block is done: an update is applied, or a file is written, whole or not at all."""
-        self._holding = True
+        already, self._holding = self._holding, True
         try:
             yield
         finally:
-            self._holding = False
-        if self._pending:
+            self._holding = already
+        if self._pending and not already:
             self._pending = False
             raise KeyboardInterrupt

@@ -10,16 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from mesp_mlx.errors import UserError
-
-# Every option of the optimizers served. Adam's defaults differ from mlx.optimizers': bias correction on, no weight decay.
+# Adam's and AdamW's, where none are given: bias correction on and no weight decay, unlike mlx.optimizers'.
 ADAM = {"betas": (0.9, 0.999), "eps": 1e-8, "bias_correction": True}
-OPTIONS: dict[str, dict[str, Any]] = {
-    "sgd": {"momentum": 0.0, "weight_decay": 0.0, "dampening": 0.0, "nesterov": False},
-    "adam": ADAM,
-    "adamw": {**ADAM, "weight_decay": 0.0},
-}
-NOT_YET = ("adafactor", "adamax", "adadelta", "adagrad", "lion", "muon", "rmsprop")
+SGD = {"momentum": 0.0, "weight_decay": 0.0, "dampening": 0.0, "nesterov": False}
 
 # (gradient, parameter, state of this tensor, update counted from 1, learning rate) -> new parameter; puts the new state into `state`
 Rule = Callable[[Any, Any, dict[str, Any], int, float], Any]
@@ -57,35 +50,13 @@ class Optimizer:
         self.backend.arrays.evaluate(new, state)
         return new
 
-    def state_bytes(self, adapter_bytes: int) -> int:
-        """What the state of an adapter of that size takes, in bytes."""
-        return len(self.slots) * adapter_bytes
 
-
-def make(name: str, options: Mapping[str, Any] | None, backend: Any) -> Optimizer:
-    """An optimizer of `OPTIONS` by name, with the options given instead of its defaults.
-
-    Raises:
-        UserError: an optimizer or option that is not served, or a value that can't be used.
-    """
-    chosen = name.lower()
-    if chosen not in OPTIONS:
-        known = "not served yet" if chosen in NOT_YET else "unknown"
-        raise UserError(f"setting up the optimizer: {name!r} is {known}. Served: {', '.join(OPTIONS)}.")
-    unknown = [option for option in options or {} if option not in OPTIONS[chosen]]
-    if unknown:
-        raise UserError(f"setting up the optimizer: {chosen} has no option {', '.join(map(repr, unknown))}. It has {', '.join(OPTIONS[chosen])}.")
-    full = OPTIONS[chosen] | dict(options or {})
-    for option, value in full.items():
-        _check(chosen, option, value)
-    if full.get("nesterov") and (full["momentum"] <= 0 or full["dampening"] != 0):
-        raise UserError("setting up the optimizer: sgd's nesterov needs a momentum above 0 and no dampening.")
-    if chosen == "sgd":
-        slots: tuple[str, ...] = ("v",) if full["momentum"] > 0 else ()
-    else:
-        slots = ("m", "v")
-    rule = _mlx_rule(chosen, full) if backend.arrays.name == "mlx" else _numpy_rule(chosen, full)
-    return Optimizer(chosen, full, backend, rule, slots)
+def make(name: str, options: Mapping[str, Any], backend: Any) -> Optimizer:
+    """An optimizer, "sgd", "adam" or "adamw", with options named as mlx.optimizers names them, checked where they came from (config.py)."""
+    full = {"sgd": SGD, "adam": ADAM, "adamw": ADAM | {"weight_decay": 0.0}}[name] | dict(options)
+    slots = (("v",) if full["momentum"] > 0 else ()) if name == "sgd" else ("m", "v")
+    rule = _mlx_rule(name, full) if backend.arrays.name == "mlx" else _numpy_rule(name, full)
+    return Optimizer(name, full, backend, rule, slots)
 
 
 def clip_factor(norm: float, limit: float) -> float:
@@ -96,20 +67,6 @@ def clip_factor(norm: float, limit: float) -> float:
 def global_norm(gradients: Mapping[str, Any], backend: Any) -> float:
     """The Euclidean norm of all gradients together."""
     return math.sqrt(math.fsum(backend.arrays.sum_squares(gradient) for gradient in gradients.values()))
-
-
-def _check(name: str, option: str, value: Any) -> None:
-    def number(v: Any) -> bool:
-        return isinstance(v, int | float) and not isinstance(v, bool) and math.isfinite(v)
-
-    if option in ("nesterov", "bias_correction"):
-        fits, expected = isinstance(value, bool), "true or false"
-    elif option == "betas":
-        fits, expected = isinstance(value, list | tuple) and len(value) == 2 and all(number(v) and 0 <= v < 1 for v in value), "two numbers in [0, 1)"
-    else:
-        fits, expected = number(value) and value >= 0, "a number of at least 0"
-    if not fits:
-        raise UserError(f"setting up the optimizer: {name}'s {option} is {value!r}, expected {expected}.")
 
 
 def _mlx_rule(name: str, options: dict[str, Any]) -> Rule:

@@ -48,3 +48,16 @@ def run_cli() -> Callable[..., subprocess.CompletedProcess[str]]:
         )
 
     return run
+
+
+@pytest.fixture
+def one_process(monkeypatch, tmp_path_factory) -> Path:
+    """What a run leaves to other processes, converting a model and tokenising, is done in this one, which is quicker; gives the cache folder, a new one."""
+    from mesp_mlx.data import tokens
+    from mesp_mlx.model import source
+
+    cache = tmp_path_factory.mktemp("cache")
+    monkeypatch.setenv("MESP_MLX_CACHE", str(cache))
+    monkeypatch.setattr(source, "resolve_apart", source.resolve)
+    monkeypatch.setattr(tokens, "_ask_child", tokens._serve)
+    return cache

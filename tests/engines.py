@@ -12,7 +12,7 @@ from mesp_mlx.engine.backprop import loss_and_gradients
 from mesp_mlx.engine.sink import HeldSink
 from mesp_mlx.model import weights
 from mesp_mlx.model.model import build
-from mesp_mlx.model.spec import load_spec, read_config
+from mesp_mlx.model.spec import PROJECTIONS, load_spec, read_config
 from mesp_mlx.model.stages import Batch, Dropout
 from mesp_mlx.stream.safetensors import read_folder
 from mesp_mlx.stream.store import Store
@@ -60,3 +60,32 @@ def worst_error(found: Mapping[str, np.ndarray], truth: Mapping[str, np.ndarray]
     """The largest, over tensors, of max|difference| / max|truth|; not a number where either is not."""
     assert found.keys() == truth.keys()
     return max((float(np.abs(found[name] - truth[name]).max() / np.abs(truth[name]).max()) for name in truth), key=lambda e: (np.isnan(e), e))
+
+
+def autodiff_of_mlx_lm(folder: Path, adapter: Mapping[str, np.ndarray], groups: Sequence[Group], float64: bool = False) -> tuple[float, dict[str, np.ndarray]]:
+    """Loss and gradients, summed over the supervised tokens, of the same model by mlx-lm's modules and MLX's autodiff.
+
+    In float32 with the weights as they are stored, or in float64 with plain ones: for a model so large that float32 is no truth to judge float32 by.
+    MLX's CPU device, with the BLAS it brings, adds up the 49,152 products of the demo model's head one by one, and is 2e-4 off.
+    """
+    import mlx.core as mx
+    import mlx.nn as nn
+    from mlx.utils import tree_flatten
+    from mlx_lm.tuner.utils import linear_to_lora_layers
+    from mlx_lm.utils import dequantize_model, load_model
+
+    def loss_of(model: Any) -> mx.array:
+        losses = [nn.losses.cross_entropy(model(mx.array(group.ids)), mx.array(group.targets)) * mx.array(group.mask) for group in groups]
+        return mx.concatenate([loss.reshape(-1) for loss in losses]).sum()
+
+    with mx.stream(mx.cpu if float64 else mx.default_device()):
+        model: Any = load_model(folder)[0]
+        model.set_dtype(mx.float32)
+        model = dequantize_model(model) if float64 else model
+        model.freeze()
+        rank = next(iter(adapter.values())).shape[1]
+        linear_to_lora_layers(model, len(model.layers), {"rank": rank, "scale": SCALE, "dropout": 0.0, "keys": list(PROJECTIONS)})
+        model.load_weights([(name, mx.array(value)) for name, value in adapter.items()], strict=False)
+        model.set_dtype(mx.float64 if float64 else mx.float32)
+        loss, gradients = nn.value_and_grad(model, loss_of)(model)
+        return loss.item(), {name: np.array(value) for name, value in tree_flatten(gradients)}

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from engines import SCALE, Gathered, one_pass, random_adapter, random_group, worst_error
+from engines import SCALE, Gathered, autodiff_of_mlx_lm, one_pass, random_adapter, random_group, worst_error
 from models import VARIANTS, make_model, tiny_config, variant_config
 
 from mesp_mlx import reference
@@ -17,8 +17,6 @@ from mesp_mlx.stream.safetensors import read_folder
 from mesp_mlx.stream.store import Store
 
 try:
-    import mlx.core as mx
-
     from mesp_mlx import ops
 
     BACKENDS = [reference, ops]
@@ -237,25 +235,3 @@ def test_the_order_of_a_step_above_the_lowest_adapter(tiny, backend):
     assert events[events.index("loss") :] == [
         "loss", "free head", "load 1.mlp", "forward 1.attention", "backward 1.mlp", "free 1.mlp", "free 1.attention",
     ]  # fmt: skip
-
-
-def autodiff_of_mlx_lm(folder, adapter, groups) -> tuple[float, dict[str, np.ndarray]]:
-    """Loss and gradients of the same model by mlx-lm's modules and MLX's autodiff, in float32."""
-    import mlx.nn as nn
-    from mlx.utils import tree_flatten
-    from mlx_lm.tuner.utils import linear_to_lora_layers
-    from mlx_lm.utils import load_model
-
-    model: Any = load_model(folder)[0]
-    model.set_dtype(mx.float32)
-    model.freeze()
-    rank = next(iter(adapter.values())).shape[1]
-    linear_to_lora_layers(model, len(model.layers), {"rank": rank, "scale": SCALE, "dropout": 0.0, "keys": list(PROJECTIONS)})
-    model.load_weights([(name, mx.array(value)) for name, value in adapter.items()], strict=False)
-
-    def loss_of(model: Any) -> mx.array:
-        losses = [nn.losses.cross_entropy(model(mx.array(group.ids)), mx.array(group.targets)) * mx.array(group.mask) for group in groups]
-        return mx.concatenate([loss.reshape(-1) for loss in losses]).sum()
-
-    loss, gradients = nn.value_and_grad(model, loss_of)(model)
-    return loss.item(), {name: np.array(value) for name, value in tree_flatten(gradients)}

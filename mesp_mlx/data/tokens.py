@@ -38,9 +38,8 @@ TOKENIZER_FILES = (
     "*.tiktoken",
     "special_tokens_map.json",
     "added_tokens.json",
-    "chat_template*",
-    "additional_chat_templates/*",
 )
+TEMPLATE_FILES = ("chat_template*", "additional_chat_templates/*")
 SETTINGS_FILES = ("config.json", "generation_config.json")  # they name the tokenizer's class and the tokens that stop a reply
 BATCH_ROWS, BATCH_CHARACTERS = 256, 1 << 20  # a batch of rows ends at either: together they bound the child's memory
 
@@ -152,12 +151,12 @@ def _file_digest(path: Path) -> str:
 
 def _tokenizer_digest(folder: Path) -> str:
     """A hash of all that decides how text becomes tokens: the tokenizer's files and the version of transformers."""
-    files = sorted({path for pattern in TOKENIZER_FILES for path in folder.glob(pattern) if path.is_file()})
+    files, templates = (sorted({path for pattern in names for path in folder.glob(pattern) if path.is_file()}) for names in (TOKENIZER_FILES, TEMPLATE_FILES))
     if not files:
         raise UserError(
             f"Looking for the tokenizer in {folder}: found neither tokenizer.json nor any other tokenizer file. Copy the model's tokenizer files there."
         )
-    files += [folder / name for name in SETTINGS_FILES if (folder / name).is_file()]
+    files += templates + [folder / name for name in SETTINGS_FILES if (folder / name).is_file()]
     return _digest(importlib.metadata.version("transformers"), [(path.relative_to(folder).as_posix(), _file_digest(path)) for path in files])
 
 

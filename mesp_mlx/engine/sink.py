@@ -4,7 +4,7 @@ import math
 from typing import Any
 
 from mesp_mlx.errors import RunStopped
-from mesp_mlx.optim import clip_factor
+from mesp_mlx.optim import clip_factor, global_norm
 
 
 class HeldSink:
@@ -25,10 +25,9 @@ class HeldSink:
             RunStopped: a gradient is not finite.
         """
         gradients, self._gradients = self._gradients, {}
-        squares = {name: self._backend.arrays.sum_squares(gradient) for name, gradient in gradients.items()}
-        norm = math.sqrt(sum(squares.values())) / tokens
+        norm = global_norm(gradients, self._backend) / tokens
         if not math.isfinite(norm):
-            bad = next((name for name, square in squares.items() if not math.isfinite(square)), "their sum")
+            bad = next((name for name, gradient in gradients.items() if not math.isfinite(global_norm({name: gradient}, self._backend))), "their sum")
             raise RunStopped(f"the gradient is not a finite number, first in {bad}. Nothing of it was applied. Try a lower --learning-rate or --scale.")
         factor = clip_factor(norm, clip) / tokens
         for name in gradients:

@@ -45,6 +45,7 @@ class Head:
             for i, h in enumerate(normed):
                 sweeps[i] = ops.cross_entropy.add(sweeps[i], h, targets[i], first, tile)
                 self.evaluate(sweeps[i])
+            del tile
         total, dstates = 0.0, []
         for i, state in enumerate(states):
             loss, dh = ops.cross_entropy.finish(sweeps[i])
@@ -63,6 +64,7 @@ class Head:
         for first, tile in w.tiles(self.table, self._tile_rows(1)):
             best = self.ops.cross_entropy.best(h, best, first, tile)
             self.evaluate(best)
+            del tile
         assert best is not None
         return int(self.ops.arrays.to_numpy(best[1])[0])
 

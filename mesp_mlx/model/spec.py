@@ -4,6 +4,7 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,8 @@ from mesp_mlx.errors import UserError
 from mesp_mlx.model.families import FAMILIES, Family
 
 BITS, GROUP_SIZES = (2, 3, 4, 5, 6, 8), (32, 64, 128)
+ROPE_TYPES = ("default", "dynamic", "linear", "llama3", "yarn")
+MAX_WINDOW_LAYERS = 28  # what transformers takes for Qwen2 and Qwen3 where a config says nothing
 PROJECTIONS: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
 
 
@@ -122,15 +125,7 @@ def load_spec(config: Mapping[str, Any], source: str = "config.json") -> ModelSp
         UserError: an unserved model_type, a missing or impossible value, an unserved RoPE type or quantisation.
     """
 
-    def value(key: str, default: Any = None, kind: type | tuple[type, ...] = int) -> Any:
-        found = config.get(key)
-        found = default if found is None else found
-        if found is None:
-            raise UserError(f"reading {source}: it lacks {key!r}. Download the model again.")
-        if not isinstance(found, kind) or (isinstance(found, bool) and kind is not bool) or (not isinstance(found, bool) and found <= 0):
-            raise UserError(f"reading {source}: {key!r} is {found!r}, expected a {'true or false' if kind is bool else 'positive number'}.")
-        return found
-
+    value = partial(_value, config, source)
     model_type = config.get("model_type")
     family = FAMILIES.get(str(model_type))
     if family is None:
@@ -170,18 +165,29 @@ def load_spec(config: Mapping[str, Any], source: str = "config.json") -> ModelSp
     )
 
 
+def _value(config: Mapping[str, Any], source: str, key: str, default: Any = None, kind: type | tuple[type, ...] = int) -> Any:
+    """What a config has under a key, or the default where it has nothing: a positive number, or true or false."""
+    found = config.get(key)
+    found = default if found is None else found
+    if found is None:
+        raise UserError(f"reading {source}: it lacks {key!r}. Download the model again.")
+    if not isinstance(found, kind) or (isinstance(found, bool) and kind is not bool) or (not isinstance(found, bool) and not found > 0):
+        raise UserError(f"reading {source}: {key!r} is {found!r}, expected {'true or false' if kind is bool else 'a positive number'}.")
+    return found
+
+
 def _windows(config: Mapping[str, Any], family: Family, layers: int, source: str) -> tuple[int | None, ...]:
     """Layer types say which layers slide; without them Mistral's all do, and Qwen's from max_window_layers when switched on."""
-    window = config.get("sliding_window")
-    if window is None or (family.window_switch and not config.get("use_sliding_window", False)):
+    if config.get("sliding_window") is None or (family.window_switch and not config.get("use_sliding_window", False)):
         return (None,) * layers
-    if not isinstance(window, int) or window < 1:
-        raise UserError(f"reading {source}: 'sliding_window' is {window!r}, expected a positive number.")
+    window = _value(config, source, "sliding_window")
     if (kinds := config.get("layer_types")) is not None:
-        if len(kinds) != layers or not set(kinds) <= {"full_attention", "sliding_attention"}:
+        if not isinstance(kinds, list) or len(kinds) != layers or any(kind not in ("full_attention", "sliding_attention") for kind in kinds):
             raise UserError(f"reading {source}: 'layer_types' should name full_attention or sliding_attention for each of {layers} layers.")
         return tuple(window if kind == "sliding_attention" else None for kind in kinds)
-    first = config.get("max_window_layers", 0) if family.window_switch else 0 if family.all_slide else layers
+    first = config.get("max_window_layers", MAX_WINDOW_LAYERS) if family.window_switch else 0 if family.all_slide else layers
+    if not isinstance(first, int):
+        raise UserError(f"reading {source}: 'max_window_layers' is {first!r}, expected a number of layers.")
     return tuple(window if layer >= first else None for layer in range(layers))
 
 
@@ -202,9 +208,14 @@ def _rope(config: Mapping[str, Any], family: Family, dims: int, source: str) -> 
     """Positions as mlx-lm sets them up. Newer configs nest rope_theta and the scaling under rope_parameters."""
     nested = config.get("rope_parameters") or {}
     scaling = config.get("rope_scaling") or nested
-    base = config.get("rope_theta") or nested.get("rope_theta") or family.rope_theta
+    for key, found in (("rope_parameters", nested), ("rope_scaling", scaling)):
+        if not isinstance(found, Mapping):
+            raise UserError(f"reading {source}: {key!r} is {found!r}, expected an object.")
     kind = scaling.get("type") or scaling.get("rope_type") or "default"
-    plain = Rope(dims, float(base), bool(config.get("rope_traditional", False)))
+    if kind not in ROPE_TYPES:
+        raise UserError(f"reading {source}: RoPE scaling of type {kind!r} is not served. Served: {', '.join(ROPE_TYPES)}.")
+    base = _value(nested if config.get("rope_theta") is None else config, source, "rope_theta", family.rope_theta, (int, float))
+    plain = Rope(dims, float(base), _value(config, source, "rope_traditional", False, bool))
     own = [plain.base ** (i / dims) for i in range(0, dims, 2)]
     try:
         if kind in ("default", "dynamic"):  # dynamic scaling starts beyond the model's own length, where no row is let
@@ -214,11 +225,9 @@ def _rope(config: Mapping[str, Any], family: Family, dims: int, source: str) -> 
             return Rope(dims, plain.base, plain.traditional, scale=1 / factor)
         if kind == "llama3":
             return Rope(dims, plain.base, plain.traditional, wavelengths=_llama3(own, scaling, factor))
-        if kind == "yarn":
-            return Rope(dims, plain.base, plain.traditional, wavelengths=_yarn(own, plain.base, scaling, factor), magnitude=_yarn_magnitude(scaling, factor))
+        return Rope(dims, plain.base, plain.traditional, wavelengths=_yarn(own, plain.base, scaling, factor), magnitude=_yarn_magnitude(scaling, factor))
     except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
         raise UserError(f"reading {source}: the RoPE scaling {dict(scaling)} of type {kind!r} can't be used ({error!r}).") from None
-    raise UserError(f"reading {source}: RoPE scaling of type {kind!r} is not served. Served: default, dynamic, linear, llama3, yarn.")
 
 
 def _llama3(own: list[float], scaling: Mapping[str, Any], factor: float) -> tuple[float, ...]:

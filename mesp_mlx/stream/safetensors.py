@@ -7,6 +7,7 @@ Source: the safetensors format description, https://github.com/huggingface/safet
 """
 
 import contextlib
+import itertools
 import json
 import math
 import os
@@ -66,7 +67,7 @@ def read_header(file: Path) -> tuple[dict[str, Entry], dict[str, str]]:
         raise UserError(f"reading weights: {file} does not exist.") from None
     except OSError as error:
         raise UserError(f"reading weights from {file}: {error.strerror}.") from None
-    except ValueError:
+    except (ValueError, RecursionError):
         raise broken("its header is not JSON") from None
     if not isinstance(header, dict):
         raise broken("its header is not a JSON object")
@@ -75,14 +76,20 @@ def read_header(file: Path) -> tuple[dict[str, Entry], dict[str, str]]:
     for name, field in header.items():
         try:
             dtype, shape, (first, last) = field["dtype"], tuple(field["shape"]), field["data_offsets"]
-            consistent = math.prod(shape) * np.dtype(NUMPY_TYPES[dtype]).itemsize == last - first and first >= 0
+            if not all(type(number) is int and number >= 0 for number in (*shape, first, last)):
+                raise ValueError
+            size_bytes = math.prod(shape) * np.dtype(NUMPY_TYPES[dtype]).itemsize
         except (KeyError, TypeError, ValueError):
             raise broken(f"tensor {name!r} has a header entry that can't be read: {field}") from None
-        if not consistent:
+        if size_bytes != last - first:
             raise broken(f"tensor {name!r} has shape {list(shape)} of {dtype} but {last - first} bytes")
         if 8 + length + last > file_bytes:
             raise broken(f"tensor {name!r} ends at byte {8 + length + last}, the file has {file_bytes}: it is truncated")
-        entries[name] = Entry(name, file, dtype, shape, 8 + length + first, last - first)
+        entries[name] = Entry(name, file, dtype, shape, 8 + length + first, size_bytes)
+    ordered = sorted(entries.values(), key=lambda entry: (entry.start, entry.size_bytes))
+    for before, after in itertools.pairwise(ordered):
+        if before.start + before.size_bytes > after.start:
+            raise broken(f"tensors {before.name!r} and {after.name!r} overlap")
     return entries, metadata or {}
 
 
@@ -108,13 +115,25 @@ def read_folder(folder: Path) -> dict[str, Entry]:
     return entries
 
 
+def open_to_read(file: Path) -> int:
+    """A descriptor of a weight file, for `read_into`.
+
+    Raises:
+        UserError: it can't be opened.
+    """
+    try:
+        return os.open(file, os.O_RDONLY | getattr(os, "O_BINARY", 0))
+    except OSError as error:
+        raise UserError(f"reading weights from {file}: {error.strerror}.") from None
+
+
 def read_into(entry: Entry, buffer: memoryview, descriptor: int | None = None) -> None:
     """Fill buffer (bytes, exactly the entry's size) from disk.
 
     Raises:
         UserError: the file ended early or could not be read.
     """
-    opened = os.open(entry.file, os.O_RDONLY | getattr(os, "O_BINARY", 0)) if descriptor is None else descriptor
+    opened = open_to_read(entry.file) if descriptor is None else descriptor
     try:
         done = 0
         while done < entry.size_bytes:
@@ -157,7 +176,7 @@ def from_float32(array: np.ndarray, dtype: str) -> np.ndarray:
     """Float32 numbers rounded to nearest even in a safetensors dtype; bfloat16 as its bits in uint16."""
     if dtype != "BF16":
         return array.astype(NUMPY_TYPES[dtype])
-    bits = np.ascontiguousarray(array, np.float32).view(np.uint32)
+    bits = np.asarray(array, np.float32).view(np.uint32)
     rounded = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
     return np.where(np.isnan(array), np.uint16(0x7FC0), rounded)
 

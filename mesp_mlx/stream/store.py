@@ -11,12 +11,12 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 import numpy as np
 
 from mesp_mlx.model.spec import ModelSpec
-from mesp_mlx.stream.safetensors import Entry, read_into
+from mesp_mlx.stream.safetensors import Entry, open_to_read, read_into
 
 PARAMETERS = ("weight", "scales", "biases", "bias")
 
@@ -103,6 +103,7 @@ class Store:
         """
         ahead, self._ahead = self._ahead, None
         loading = ahead[1] if ahead and ahead[0] is stage else self.load(stage)
+        del ahead  # what was read for another stage must not stay while this one is open
         if self._expected and self._expected[0] is stage:
             self._expected.popleft()
         weights = Weights(self, self.wait(loading))
@@ -161,11 +162,12 @@ class Store:
     def close(self) -> None:
         """Stop the reader and close the files."""
         self._reader.shutdown(cancel_futures=True)
+        self._ahead = None
         for descriptor in self._descriptors.values():
             os.close(descriptor)
         self._descriptors.clear()
 
-    def __enter__(self) -> "Store":
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -173,7 +175,7 @@ class Store:
 
     def _descriptor(self, file: Path) -> int:
         if file not in self._descriptors:
-            self._descriptors[file] = os.open(file, os.O_RDONLY | getattr(os, "O_BINARY", 0))
+            self._descriptors[file] = open_to_read(file)
         return self._descriptors[file]
 
 

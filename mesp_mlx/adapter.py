@@ -15,7 +15,7 @@ import numpy as np
 
 from mesp_mlx.errors import RunStopped, UserError
 from mesp_mlx.model.spec import PROJECTIONS, ModelSpec
-from mesp_mlx.stream.safetensors import Writer, read_array, read_header, to_float32
+from mesp_mlx.stream.safetensors import Entry, Writer, read_array, read_header, to_float32
 
 ADAPTER_FILE, CONFIG_FILE = "adapters.safetensors", "adapter_config.json"
 # mlx.nn walks a layer's modules from the last one set to the first; that is the order in which mlx-lm draws.
@@ -129,14 +129,23 @@ def write_config(
     return file
 
 
+def read_entries(path: Path) -> tuple[Path, dict[str, Entry]]:
+    """The file that a file's or folder's path means, and its entries.
+
+    Raises:
+        UserError: it is missing or broken.
+    """
+    file = path / ADAPTER_FILE if path.is_dir() else path
+    return file, read_header(file)[0]
+
+
 def load(path: Path, spec: ModelSpec, modules: Sequence[str], rank: int, backend: Any) -> dict[str, Any]:
     """The adapter in a file, or in a folder's adapters.safetensors, as float32; its tensors must be those of modules and rank.
 
     Raises:
         UserError: the file is missing or broken, or tensors are missing, unexpected, of another shape or type, or not finite: all are listed.
     """
-    file = path / ADAPTER_FILE if path.is_dir() else path
-    entries, _ = read_header(file)
+    file, entries = read_entries(path)
     expected = shapes(spec, modules, rank)
     wrong = [f"{name}: missing, expected {list(shape)}" for name, shape in expected.items() if name not in entries]
     wrong += [f"{name}: unexpected" for name in entries if name not in expected]

@@ -10,10 +10,10 @@ from typing import Annotated, Any, Literal, get_args
 
 import platformdirs
 import yaml
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, FiniteFloat, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from mesp_mlx.errors import UserError
-from mesp_mlx.schedule import Schedule, rate
+from mesp_mlx.schedule import Float, Int, Schedule, rate
 
 MAX_SEQ_LENGTH_CAP = 2048  # tokens; the longest row counts up to here unless max_seq_length is given
 
@@ -31,16 +31,23 @@ NOT_SERVED = {
     "trust_remote_code": "code that comes with a model is never run",
     "clear_cache_threshold": "the memory cache has a fixed limit here",
 }
-# What mlx-lm's own files say when they ask for nothing: test_batches without test is read by nobody, config is the file's own name.
-SILENT_IN_FILES = {"test_batches", "config"}
+SILENT_IN_FILES = ("test_batches",)  # mlx-lm's own files give it without test, when nothing reads it
 LATER_CHOICES = {"fine_tune_type": ("dora", "full"), "optimizer": ("muon", "adafactor")}
 ALTERNATIVES = [("iters", "epochs"), ("scale", "alpha")]
 LORA_FLAGS = ("rank", "scale", "alpha", "dropout", "keys")
+WORDS: dict[str, str] = {  # for pydantic's errors
+    **dict.fromkeys(("int_type", "int_parsing", "int_from_float"), "a whole number"),
+    **dict.fromkeys(("float_type", "float_parsing"), "a number"),
+    **dict.fromkeys(("bool_type", "bool_parsing"), "true or false"),
+    "string_type": "text", "string_too_short": "text", "tuple_type": "a list", "model_type": "a mapping, key: value",
+}  # fmt: skip
 
 
 def _words(value: Any) -> Any:
     """'a, b' as a flag gives it, or a list as YAML does."""
     words = [word.strip() for word in value.split(",") if word.strip()] if isinstance(value, str) else value
+    if not isinstance(words, list | tuple):
+        raise ValueError("expected a list of module names")
     if not words:
         raise ValueError("expected one module or more, as self_attn.q_proj")
     return words
@@ -52,15 +59,19 @@ def _fraction_or_count(value: float) -> float:
     return value
 
 
+Fraction = Annotated[Float, Field(ge=0, lt=1)]
+Place = Annotated[str, AfterValidator(os.path.expanduser)]  # on this disk; a shell leaves ~ alone in a file and after =
+
+
 class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
 class LoraParameters(Section):
-    rank: int = Field(default=8, ge=1, description="rank of every adapter")
-    scale: FiniteFloat = Field(default=20.0, gt=0, description="factor on an adapter's output, mlx-lm's scale, used as it is")
-    alpha: FiniteFloat | None = Field(default=None, gt=0, description="the same factor as other programs write it: scale = alpha / rank")
-    dropout: float = Field(default=0.0, ge=0, lt=1, description="dropout on the adapter's input")
+    rank: Int = Field(default=8, ge=1, description="rank of every adapter")
+    scale: Float = Field(default=20.0, gt=0, description="factor on an adapter's output, mlx-lm's scale, used as it is")
+    alpha: Float | None = Field(default=None, gt=0, description="the same factor as other programs write it: scale = alpha / rank")
+    dropout: Float = Field(default=0.0, ge=0, lt=1, description="dropout on the adapter's input")
     keys: Annotated[tuple[str, ...] | None, BeforeValidator(_words)] = Field(
         default=None, description="modules to adapt, comma-separated, as self_attn.q_proj,mlp.down_proj (default: every projection)"
     )
@@ -78,9 +89,9 @@ class LoraParameters(Section):
 
 
 class Sgd(Section):
-    momentum: float = Field(default=0.0, ge=0, lt=1)
-    weight_decay: FiniteFloat = Field(default=0.0, ge=0)
-    dampening: FiniteFloat = 0.0
+    momentum: Float = Field(default=0.0, ge=0, lt=1)
+    weight_decay: Float = Field(default=0.0, ge=0)
+    dampening: Float = 0.0
     nesterov: bool = False
 
     @model_validator(mode="after")
@@ -91,13 +102,13 @@ class Sgd(Section):
 
 
 class Adam(Section):
-    betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.999)
-    eps: FiniteFloat = Field(default=1e-8, gt=0)
+    betas: tuple[Fraction, Fraction] = (0.9, 0.999)
+    eps: Float = Field(default=1e-8, gt=0)
     bias_correction: bool = True
 
 
 class AdamW(Adam):
-    weight_decay: FiniteFloat = Field(default=0.0, ge=0)
+    weight_decay: Float = Field(default=0.0, ge=0)
 
 
 class OptimizerConfig(Section):
@@ -112,7 +123,7 @@ class Settings(Section):
     """Everything a run is told. `model` and `data` have no default."""
 
     model: str = Field(min_length=1, description="an MLX or Hugging Face folder, a Hub id, a GGUF file, or demo")
-    data: str = Field(min_length=1, description="a folder with train.jsonl (and valid.jsonl), one .jsonl file, or demo")
+    data: Place = Field(min_length=1, description="a folder with train.jsonl (and valid.jsonl), one .jsonl file, or demo")
     train: Literal[True] = Field(default=True, description="accepted for mlx-lm's sake: finetune always trains")
     fine_tune_type: Literal["lora"] = Field(default="lora", description="what is trained; dora and full come in a later version")
     backend: Literal["auto", "mlx", "numpy"] = Field(default="auto", description="auto, mlx or numpy; auto is mlx where there is a GPU")
@@ -120,38 +131,38 @@ class Settings(Section):
         "4", description="an unquantised model is quantised to 4 bits into the cache, or trained on as it is (none)"
     )
     lora_parameters: LoraParameters = LoraParameters()
-    num_layers: int = Field(default=-1, ge=-1, description="train the last N layers, -1 = all")
+    num_layers: Int = Field(default=-1, ge=-1, description="train the last N layers, -1 = all")
 
     optimizer: Annotated[Literal["sgd", "adam", "adamw"], BeforeValidator(lambda v: v.lower() if isinstance(v, str) else v)] = Field(
         default="adamw", description="sgd, adam or adamw"
     )
     optimizer_config: OptimizerConfig = Field(default=OptimizerConfig(), description="the optimizer's arguments as YAML, as '{adamw: {weight_decay: 0.01}}'")
-    learning_rate: FiniteFloat = Field(default=2e-5, gt=0, description="highest learning rate")
+    learning_rate: Float = Field(default=2e-5, gt=0, description="highest learning rate")
     lr_schedule: Schedule = Field(default=Schedule(), description="constant, linear or cosine (default), both ending at a tenth; or mlx-lm's as YAML")
-    warmup: Annotated[FiniteFloat, AfterValidator(_fraction_or_count)] = Field(
+    warmup: Annotated[Float, AfterValidator(_fraction_or_count)] = Field(
         default=0.05, ge=0, description="updates over which the rate rises, or a fraction of all if below 1"
     )
-    grad_clip: FiniteFloat = Field(default=1.0, ge=0, description="largest global norm of an update's gradient, 0 = off")
+    grad_clip: Float = Field(default=1.0, ge=0, description="largest global norm of an update's gradient, 0 = off")
 
-    batch_size: int = Field(default=4, ge=1, description="rows of an iteration")
-    grad_accumulation_steps: int = Field(default=1, ge=1, description="iterations of an update, whose rows are batch size times this")
-    iters: int | None = Field(default=None, ge=1, description="iterations to train for, instead of epochs")
-    epochs: int | None = Field(default=None, ge=1, description="passes over the rows (default: 3 under 1,000 rows, 2 under 10,000, else 1)")
+    batch_size: Int = Field(default=4, ge=1, description="rows of an iteration")
+    grad_accumulation_steps: Int = Field(default=1, ge=1, description="iterations of an update, whose rows are batch size times this")
+    iters: Int | None = Field(default=None, ge=1, description="iterations to train for, instead of epochs")
+    epochs: Int | None = Field(default=None, ge=1, description="passes over the rows (default: 3 under 1,000 rows, 2 under 10,000, else 1)")
     mask_prompt: bool = Field(default=True, description="learn only from the assistant's turns or the completion (default)")
-    max_seq_length: int | None = Field(default=None, ge=2, description=f"tokens of a row (default: the longest, up to the model's and {MAX_SEQ_LENGTH_CAP:,})")
-    seed: int = Field(default=0, ge=0, lt=2**64, description="seed of the adapter, the order of rows and dropout")
+    max_seq_length: Int | None = Field(default=None, ge=2, description=f"tokens of a row (default: the longest, up to the model's and {MAX_SEQ_LENGTH_CAP:,})")
+    seed: Int = Field(default=0, ge=0, lt=2**64, description="seed of the adapter, the order of rows and dropout")
 
-    val_batches: int | None = Field(default=None, ge=-1, description="validation batches, -1 = all, 0 = none (default: what a tenth of the run's time allows)")
-    steps_per_eval: int = Field(default=200, ge=1, description="iterations between validations")
-    steps_per_report: int = Field(default=10, ge=1, description="iterations between reports")
-    save_every: int = Field(default=100, ge=1, description="iterations between checkpoints")
-    adapter_path: str = Field(default="adapters", min_length=1, description="folder the adapter is written to")
+    val_batches: Int | None = Field(default=None, ge=-1, description="validation batches, -1 = all, 0 = none (default: what a tenth of the run's time allows)")
+    steps_per_eval: Int = Field(default=200, ge=1, description="iterations between validations")
+    steps_per_report: Int = Field(default=10, ge=1, description="iterations between reports")
+    save_every: Int = Field(default=100, ge=1, description="iterations between checkpoints")
+    adapter_path: Place = Field(default="adapters", min_length=1, description="folder the adapter is written to")
     overwrite: bool = Field(default=False, description="write into a folder that already holds a run")
-    resume_adapter_file: str | None = Field(default=None, min_length=1, description="adapter to start from")
+    resume_adapter_file: Place | None = Field(default=None, min_length=1, description="adapter to start from")
     grad_checkpoint: bool = Field(default=False, description="accepted for mlx-lm's sake: activations are always recomputed")
-    json_log: str | None = Field(default=None, min_length=1, description="file for one JSON object per event")
+    json_log: Place | None = Field(default=None, min_length=1, description="file for one JSON object per event")
     sample_prompt: str | None = Field(default=None, min_length=1, description="what to ask before and after training")
-    reply_tokens: int = Field(default=60, ge=1, description="longest reply to it, in tokens")
+    reply_tokens: Int = Field(default=60, ge=0, description="longest reply to it, in tokens, 0 = none")
 
     @model_validator(mode="after")
     def _make_sense_together(self):
@@ -237,7 +248,7 @@ def _served(layer: dict[str, Any], source: str) -> dict[str, Any]:
         if layer.pop(key, None) and not (source and key in SILENT_IN_FILES):
             raise UserError(f"{_named(key, source)} isn't served: {reason}")
     if source:
-        layer.pop("config", None)
+        layer.pop("config", None)  # the file's own name, in mlx-lm's
     for key, choices in LATER_CHOICES.items():
         if (choice := str(layer.get(key)).lower()) in choices:
             served = ", ".join(get_args(Settings.model_fields[key].annotation))
@@ -312,9 +323,7 @@ def _problem(details: Any, layers: list[tuple[str, dict[str, Any]]]) -> str:
         return f"unknown key {name}" + _did_you_mean(path)
     if details["type"] == "value_error" and isinstance(details["input"], dict):
         return f"{name}: {message}"
-    message = message.replace("greater than or equal to", "at least").replace("less than or equal to", "at most")
-    if details["type"] == "model_type":
-        message = "a mapping, key: value"
+    message = WORDS.get(details["type"]) or message.replace("greater than or equal to", "at least").replace("less than or equal to", "at most")
     return f"{name}: found {details['input']!r}, expected {message.removeprefix('expected ')}"
 
 

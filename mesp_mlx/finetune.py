@@ -1,7 +1,6 @@
 """The main path: settle on model, data and adapter; train; show and save what came of it."""
 
 import os
-import shutil
 import time
 from contextlib import ExitStack
 from pathlib import Path
@@ -14,12 +13,14 @@ from mesp_mlx import backend as backends
 from mesp_mlx import config, optim
 from mesp_mlx.config import Settings
 from mesp_mlx.data import batches, rows, tokens
+from mesp_mlx.data.formats import find_files
 from mesp_mlx.engine.generate import greedy_reply
 from mesp_mlx.engine.train import Run, train
 from mesp_mlx.errors import UserError
 from mesp_mlx.interrupt import Interrupts
 from mesp_mlx.memory import measure
 from mesp_mlx.model import source, weights
+from mesp_mlx.model.convert import require_space
 from mesp_mlx.model.model import build
 from mesp_mlx.model.source import ModelFolder
 from mesp_mlx.model.spec import PROJECTIONS, ModelSpec, load_spec, read_config
@@ -38,74 +39,77 @@ def run(settings: Settings) -> None:
     """
     started = time.perf_counter()
     folder = _new_folder(settings)
+    files = find_files(config.demo_folder() if settings.data == "demo" else Path(settings.data))
+    if settings.resume_adapter_file:
+        adapters.read_entries(Path(settings.resume_adapter_file))
     backend = backends.choose(settings.backend)
     arrays = backend.arrays.name
     with ExitStack() as stack:
         interrupts = stack.enter_context(Interrupts())
         report = stack.enter_context(Report(settings.json_log))
         stack.enter_context(np.errstate(over="ignore", invalid="ignore"))  # what is not finite is found and said by the steps below
+        stack.enter_context(measure.small_cache(arrays))
         for line in config.remarks(settings):
             report.note(line)
-
-        model = source.resolve_apart(settings.model, config.cache_folder(), settings.quantize)
-        spec = load_spec(read_config(model.folder), str(model.folder / "config.json"))
-        entries = read_folder(model.folder)
-        weights.check(spec, entries)
-
-        lora = settings.lora_parameters
-        modules = adapters.choose_modules(spec, settings.num_layers, lora.keys)
-        data = config.demo_folder() if settings.data == "demo" else Path(settings.data)
-        chosen = rows.read_rows(settings, data, model.folder, spec, config.cache_folder() / "tokens")
-        updates = _count_updates(settings, len(chosen.train), report)
-
-        stack.callback(measure.set_allocator_limits, arrays, *measure.set_allocator_limits(arrays, cache_bytes=measure.CACHE_BYTES))
-        measure.reset_allocator_peak(arrays)
-        adapter = _first_adapter(settings, spec, modules, backend)
-        stored = entries.get("model.embed_tokens.scales") or entries["model.embed_tokens.weight"]
-        tokens_at_once = batches.largest_group(chosen.widths, settings.rows_per_update)
-        stages = build(spec, backend, lora.effective_scale, tokens_at_once, backends.activation_dtype(backend, stored.dtype))
-        store = stack.enter_context(Store(entries, spec, backend))
-
-        def save(name: str) -> Path:
-            with interrupts.held():
-                file = adapters.save(folder, adapter, backend, name)
-                _write_config(folder, settings, spec, model)  # last: where nothing could be saved, no config claims a run
-                return file
-
-        optimizer = optim.make(settings.optimizer, settings.optimizer_arguments, backend)
-        whole = Run(settings, chosen, updates, stages, store, adapter, optimizer, report, save, interrupts.held)
-        report.start(
-            model=model.name,
-            family=spec.model_type,
-            backend=arrays,
-            modules=len(modules),
-            parameters=sum(array.size for array in adapter.values()),
-            adapter_bytes=sum(array.nbytes for array in adapter.values()),
-            rank=lora.rank,
-            effective_scale=lora.effective_scale,
-            rows=len(chosen.train),
-            validation_rows=len(chosen.valid),
-            held_out=chosen.valid_set is chosen.train_set,
-            tokens=chosen.tokens(),
-            supervised_share=chosen.supervised_share(),
-            max_seq_length=chosen.limit,
-            rows_cut=chosen.cut,
-            rows_skipped=chosen.skipped,
-            rows_per_update=settings.rows_per_update,
-            updates=updates,
-            iterations=updates * settings.grad_accumulation_steps,
-        )
-
-        def reply() -> list[int]:
-            return greedy_reply(stages, store, adapter, chosen.prompt, chosen.stops, settings.reply_tokens)
-
-        reply_before = reply()
+        saved = "nothing was written"
         try:
-            before, after = train(whole)
+            model = source.resolve_apart(settings.model, config.cache_folder(), settings.quantize)
+            spec = load_spec(read_config(model.folder), str(model.folder / "config.json"))
+            entries = read_folder(model.folder)
+            weights.check(spec, entries)
+
+            lora = settings.lora_parameters
+            modules = adapters.choose_modules(spec, settings.num_layers, lora.keys)
+            chosen = rows.read_rows(settings, files, model.folder, spec, config.cache_folder() / "tokens")
+            updates = _count_updates(settings, len(chosen.train), report)
+            adapter = _first_adapter(settings, spec, modules, backend)
+            stored = entries.get("model.embed_tokens.scales") or entries["model.embed_tokens.weight"]
+            group_tokens = batches.largest_group(chosen.widths, settings.rows_per_update)
+            stages = build(spec, backend, lora.effective_scale, group_tokens, backends.activation_dtype(backend, stored.dtype))
+            store = stack.enter_context(Store(entries, spec, backend))
+
+            def save(name: str) -> Path:
+                with interrupts.held():
+                    file = adapters.save(folder, adapter, backend, name)
+                    _write_config(folder, settings, spec, model)  # last: where nothing could be saved, no config claims a run
+                    return file
+
+            def reply() -> list[int]:
+                return greedy_reply(stages, store, adapter, chosen.prompt, chosen.stops, settings.reply_tokens)
+
+            report.start(
+                model=model.name,
+                family=spec.model_type,
+                backend=arrays,
+                modules=len(modules),
+                parameters=sum(array.size for array in adapter.values()),
+                adapter_bytes=sum(array.nbytes for array in adapter.values()),
+                rank=lora.rank,
+                effective_scale=lora.effective_scale,
+                rows=len(chosen.train),
+                validation_rows=len(chosen.valid),
+                held_out=chosen.valid_set is chosen.train_set,
+                tokens=chosen.tokens(),
+                supervised_share=chosen.supervised_share(),
+                max_seq_length=chosen.limit,
+                rows_cut=chosen.cut,
+                rows_skipped=chosen.skipped,
+                rows_per_update=settings.rows_per_update,
+                updates=updates,
+                iterations=updates * settings.grad_accumulation_steps,
+            )
+            reply_before = reply()
+            optimizer = optim.make(settings.optimizer, settings.optimizer_arguments, backend)
+            try:
+                before, after = train(Run(settings, chosen, updates, stages, store, adapter, optimizer, report, save, interrupts.held))
+            except KeyboardInterrupt:
+                saved = f"the adapter as it stands is in {save(adapters.ADAPTER_FILE)}"
+                raise
+            saved = f"the adapter is in {folder / adapters.ADAPTER_FILE}"
+            reply_before, reply_after = tokens.decode(model.folder, [reply_before, reply()])
         except KeyboardInterrupt:
-            report.note(f"interrupted; the adapter as it stands is in {save(adapters.ADAPTER_FILE)}")
+            report.note(f"interrupted: {saved}")
             raise
-        prompt, reply_before, reply_after = tokens.decode(model.folder, [chosen.prompt, reply_before, reply()])
         report.end(
             val_loss_before=before,
             val_loss_after=after,
@@ -114,7 +118,7 @@ def run(settings: Settings) -> None:
             allocator_peak_bytes=measure.allocator_peak_bytes(arrays),
             process_peak_bytes=measure.process_peak_bytes(),
             seconds=time.perf_counter() - started,
-            prompt=settings.sample_prompt or prompt,
+            prompt=chosen.question,
             model_folder=str(model.folder),
             adapter_path=str(folder),
         )
@@ -143,9 +147,7 @@ def _count_updates(settings: Settings, count: int, report: Report) -> int:
 def _first_adapter(settings: Settings, spec: ModelSpec, modules: list[str], backend: ModuleType) -> dict:
     rank = settings.lora_parameters.rank
     needed = 4 * sum(rows * columns for rows, columns in adapters.shapes(spec, modules, rank).values())
-    above = next(place for place in Path(settings.adapter_path).absolute().parents if place.exists())
-    if (free := shutil.disk_usage(above).free) < 2 * needed:
-        raise UserError(f"--adapter-path {settings.adapter_path}: the adapter needs {2 * needed} bytes on disk, {free} are free. Lower --rank or free some.")
+    require_space(Path(settings.adapter_path), 2 * needed, f"--adapter-path {settings.adapter_path}: saving an adapter of --rank {rank} safely")
     if settings.resume_adapter_file:
         return adapters.load(Path(settings.resume_adapter_file), spec, modules, rank, backend)
     return adapters.initialise(spec, modules, rank, settings.seed, backend)

@@ -3,12 +3,12 @@
 Nothing here computes; the run hands over what it measured. Sizes come in bytes and are printed in MB = 10^6 bytes.
 """
 
+import contextlib
 import json
 import math
 import os
 import shlex
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -54,7 +54,8 @@ class Report:
     def __exit__(self, *_: object) -> None:
         self._close_live()
         if self._log is not None:
-            self._log.close()
+            with contextlib.suppress(OSError):  # closing tries again what could not be written
+                self._log.close()
             if self._log_is_empty and self._is_new_log:  # nothing happened: leave nothing behind
                 os.unlink(self._log.name)
 
@@ -151,12 +152,11 @@ class Report:
         process_peak_bytes: int | None,
         seconds: float,
         prompt: str | None = None,
-        files: Sequence[str | Path] = (),
         model_folder: str | Path | None = None,
         adapter_path: str | Path | None = None,
     ) -> None:
         """What came of it. None is said as not measured; model_folder is the one mlx-lm needs (the converted one, if it was converted)."""
-        event = {key: value for key, value in locals().items() if key not in ("self", "prompt", "files", "model_folder", "adapter_path")}
+        event = {key: value for key, value in locals().items() if key not in ("self", "prompt", "model_folder", "adapter_path")}
         self._write("end", event)
         self._close_live()
         rows = {"validation loss": _change(val_loss_before, val_loss_after)}
@@ -166,8 +166,6 @@ class Report:
         process = "not measured" if process_peak_bytes is None else megabytes(process_peak_bytes)
         rows["peak memory"] = f"{process} by the operating system, {allocator} by the allocator"
         rows["time"] = _duration(seconds)
-        if files:
-            rows["files"] = ", ".join(str(file) for file in files)
         self._panel("done", rows)
         if model_folder is not None and adapter_path is not None:
             self.note("use it with mlx-lm:")
@@ -206,11 +204,15 @@ class Report:
     def _write(self, event: str, fields: dict[str, Any]) -> None:
         if self._log is None:
             return
-        if self._log_is_empty:
-            self._log.truncate(0)
+        line = json.dumps({"event": event} | {key: _plain(value) for key, value in fields.items()}, ensure_ascii=False, allow_nan=False) + "\n"
+        try:
+            if self._log_is_empty and os.path.isfile(self._log.name):  # a device or a pipe has nothing to cut
+                self._log.truncate(0)
             self._log_is_empty = False
-        self._log.write(json.dumps({"event": event} | {key: _plain(value) for key, value in fields.items()}, ensure_ascii=False, allow_nan=False) + "\n")
-        self._log.flush()
+            self._log.write(line)
+            self._log.flush()
+        except OSError as error:
+            raise UserError(f"writing the log {self._log.name}: {error.strerror}; choose another file with --json-log") from None
 
     def _close_live(self) -> None:
         if self._live is not None:

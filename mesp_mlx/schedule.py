@@ -1,14 +1,25 @@
 """Learning rates by optimizer update, in plain Python: our three names, and the forms mlx-lm's YAML takes."""
 
 import math
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, model_validator
+from pydantic import AllowInfNan, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 FINAL_FRACTION = 0.1  # of the highest rate: where linear and cosine end
 ARGUMENTS = {"cosine_decay": (2, 3), "linear_schedule": (3, 3), "exponential_decay": (2, 2), "step_decay": (3, 3)}  # fewest and most
 STEPS = {"cosine_decay": 1, "linear_schedule": 2, "step_decay": 2}  # which argument is a number of updates
 OURS = {"cosine_decay": "cosine", "linear_schedule": "linear"}
+
+
+def _not_a_bool(value: Any) -> Any:
+    """YAML reads yes and true as True, which Python takes for 1."""
+    if isinstance(value, bool):
+        raise ValueError("expected a number")
+    return value
+
+
+Int = Annotated[int, BeforeValidator(_not_a_bool)]
+Float = Annotated[float, AllowInfNan(False), BeforeValidator(_not_a_bool)]
 
 
 class Schedule(BaseModel):
@@ -17,9 +28,9 @@ class Schedule(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     name: Literal["constant", "linear", "cosine", "cosine_decay", "linear_schedule", "exponential_decay", "step_decay"] = "cosine"
-    arguments: tuple[Annotated[FiniteFloat, Field(ge=0)], ...] = ()
-    warmup: int = Field(default=0, ge=0)
-    warmup_init: FiniteFloat = Field(default=0.0, ge=0)
+    arguments: tuple[Annotated[Float, Field(ge=0)], ...] = ()
+    warmup: Int = Field(default=0, ge=0)
+    warmup_init: Float = Field(default=0.0, ge=0)
 
     @model_validator(mode="after")
     def _arguments_fit_the_name(self):

@@ -2,11 +2,13 @@
 
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import BaseModel, ValidationError
 
 from mesp_mlx import config
 from mesp_mlx.errors import UserError
@@ -156,6 +158,8 @@ def test_unknown_keys_get_a_suggestion(tmp_path):
         ({"lr_schedule": "{name: cosine_decay, arguments: [1e-5, 9]}", "learning_rate": 3e-5}, "learning_rate is 3e-05, lr_schedule's first argument 1e-05"),
         ({"lr_schedule": "{name: [}"}, "--lr-schedule: expected a YAML mapping"),
         ({"train": False}, "--train: finetune always trains"),
+        ({"model": ""}, "--model: found '', expected text"),
+        ({"reply_tokens": -1}, "--reply-tokens: found -1, expected at least 0"),
     ],
 )
 def test_bad_values_are_refused_with_flag_found_and_expected(flags, message):
@@ -168,7 +172,7 @@ def test_everything_wrong_is_said_at_once_with_its_place(tmp_path):
     assert message.splitlines()[0] == "these settings can't be used:"
     assert sorted(message.splitlines()[1:]) == [
         "  --dropout: found 2.0, expected less than 1",
-        f"  batch_size in {file}: found 'many', expected a valid integer, unable to parse string as an integer",
+        f"  batch_size in {file}: found 'many', expected a whole number",
         f"  lora_parameters.rank in {file}: found -1, expected at least 1",
     ]
     with pytest.raises(UserError, match="no model is given: --model takes(.|\n)*no data is given: --data takes"):
@@ -176,8 +180,64 @@ def test_everything_wrong_is_said_at_once_with_its_place(tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("key", "expected"),
+    [
+        *((key, "a number") for key in ("batch_size", "learning_rate", "warmup", "iters", "seed", "lora_parameters.rank", "lora_parameters.alpha")),
+        ("optimizer_config.sgd.momentum", "a number"),
+        ("lr_schedule.warmup", "a number"),
+        ("model", "text"),
+        ("data", "text"),
+    ],
+)
+def test_yes_is_no_number_and_no_text(key, expected, tmp_path):
+    file: Any = True
+    for part in reversed(key.split(".")):
+        file = {part: file}
+    with pytest.raises(UserError) as caught:
+        path = tmp_path / "lora.yaml"
+        path.write_text(yaml.safe_dump((BASE if key not in BASE else {}) | file), encoding="utf-8")
+        config.load(path, {name: value for name, value in BASE.items() if name != key})
+    assert f"{key} in {path}: found True, expected {expected}" in str(caught.value)
+
+
+def test_every_number_refuses_true():
+    """Also those inside lists."""
+
+    def fields(section):
+        for name, field in section.model_fields.items():
+            yield from fields(field.annotation) if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel) else [(section, name, field)]
+
+    numbers = 0
+    for section, name, field in fields(config.Settings):
+        if field.annotation is bool or any(kind in str(field.annotation) for kind in ("str", "Literal")):
+            continue
+        value = (True,) * 2 if "tuple" in str(field.annotation) else True
+        with pytest.raises(ValidationError) as caught:
+            section.model_validate({name: value})
+        assert all("expected a number" in error["msg"] for error in caught.value.errors() if error["loc"][0] == name), (name, caught.value)
+        numbers += any(error["loc"][0] == name for error in caught.value.errors())
+    assert numbers > 25
+
+
+def test_places_may_begin_at_home(monkeypatch, tmp_path):
+    for variable in ("HOME", "USERPROFILE"):
+        monkeypatch.setenv(variable, str(tmp_path))
+    keys = ("data", "adapter_path", "resume_adapter_file", "json_log")
+    s = load(**dict.fromkeys(keys, "~/x"))
+    assert [getattr(s, key) for key in keys] == [str(tmp_path) + "/x"] * 4
+    assert load(sample_prompt="~ hello").sample_prompt == "~ hello"
+
+
+def test_no_reply_may_be_asked_for():
+    assert load(reply_tokens=0).reply_tokens == 0
+
+
+@pytest.mark.parametrize(
     ("text", "message"),
     [
+        ("lora_parameters: {keys: {a: b}}\n", "expected a list of module names"),
+        ("lora_parameters: {keys: 3}\n", "found 3, expected a list of module names"),
+        ("optimizer_config: {adam: {betas: 3}}\n", "found 3, expected a list"),
         ("a: 1\nb: c: 2\n", "lora.yaml:2: not YAML"),
         ("- 1\n- 2\n", "expected `key: value` lines, found [1, 2]"),
         ("", "expected `key: value` lines, found nothing"),

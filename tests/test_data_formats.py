@@ -50,6 +50,24 @@ def test_tool_turns_need_no_content(tmp_path):
     assert next(read_rows(write(tmp_path, {"messages": turns}))).messages == turns
 
 
+def test_only_files_that_are_read_must_have_rows(tmp_path):
+    write(tmp_path, {"text": "a"})
+    (tmp_path / "test.jsonl").touch()
+    assert find_files(tmp_path)["train"] == tmp_path / "train.jsonl"
+    (tmp_path / "valid.jsonl").touch()
+    with pytest.raises(UserError, match="valid.jsonl: the file is empty"):
+        find_files(tmp_path)
+
+
+def test_a_folder_that_can_not_be_read(tmp_path, monkeypatch):
+    def refuse(_):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "iterdir", refuse)
+    with pytest.raises(UserError, match="Looking for training data in .*: Permission denied"):
+        find_files(tmp_path)
+
+
 def test_rows_come_one_at_a_time(tmp_path):
     rows = read_rows(write(tmp_path, {"text": "a"}, b"not read yet"))
     assert next(rows).text == "a"

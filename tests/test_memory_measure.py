@@ -61,22 +61,21 @@ def test_posix_peak_is_in_the_same_unit():
 
 def test_numpy_has_no_allocator_to_ask():
     assert measure.allocator_peak_bytes("numpy") is None
-    assert measure.allocator_active_bytes("numpy") is None
     measure.reset_allocator_peak("numpy")
-    assert measure.set_allocator_limits("numpy", 1, 1) == (None, None)
+    with measure.small_cache("numpy"):
+        pass
 
 
 def test_numpy_path_imports_no_mlx():
     code = (
-        "import sys; from mesp_mlx.memory import measure as m; m.allocator_peak_bytes('numpy'); m.process_peak_bytes(); m.set_allocator_limits('numpy', 1)\n"
+        "import sys; from mesp_mlx.memory import measure as m; m.allocator_peak_bytes('numpy'); m.process_peak_bytes(); m.small_cache('numpy').__enter__()\n"
         "assert not [name for name in sys.modules if name.split('.')[0] == 'mlx']"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def active():
-    assert (count := measure.allocator_active_bytes("mlx")) is not None
-    return count
+    return pytest.importorskip("mlx.core").get_active_memory()
 
 
 def peak():
@@ -99,11 +98,13 @@ def test_allocator_counts_arrays():
 
 
 def test_limits_come_back():
-    pytest.importorskip("mlx.core")
-    first = measure.set_allocator_limits("mlx", 123 * MB, 4 * MB)
+    mx = pytest.importorskip("mlx.core")
+    first = mx.get_memory_limit(), mx.set_cache_limit(50 * MB)
     try:
-        assert measure.set_allocator_limits("mlx", memory_bytes=99 * MB) == (123 * MB, None)
-        assert measure.set_allocator_limits("mlx", cache_bytes=5 * MB) == (None, 4 * MB)
+        with pytest.raises(KeyboardInterrupt), measure.small_cache("mlx"):
+            assert mx.set_cache_limit(measure.CACHE_BYTES) == measure.CACHE_BYTES
+            mx.set_memory_limit(99 * MB)
+            raise KeyboardInterrupt
+        assert (mx.get_memory_limit(), mx.set_cache_limit(first[1])) == (first[0], 50 * MB)
     finally:
-        replaced = measure.set_allocator_limits("mlx", *first)
-    assert replaced == (99 * MB, 5 * MB)
+        mx.set_cache_limit(first[1])

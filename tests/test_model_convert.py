@@ -98,13 +98,14 @@ def test_a_config_silent_about_tying_is_settled_by_the_tensors(tmp_path):
 
 def test_only_tokenizer_files_come_along(tmp_path):
     write_folder(tmp_path / "source")
-    for name in ("tokenizer_config.json", "merges.txt", "chat_template.jinja", "README.md", "pytorch_model.bin", "optimizer.pt"):
+    (tmp_path / "source" / "additional_chat_templates").mkdir()
+    copied = ("tokenizer_config.json", "merges.txt", "chat_template.jinja", "spiece.model", "qwen.tiktoken", "additional_chat_templates/tool_use.jinja")
+    for name in (*copied, "README.md", "pytorch_model.bin", "optimizer.pt"):
         (tmp_path / "source" / name).write_text(name)
     (tmp_path / "made").mkdir()
     convert.quantize_folder(tmp_path / "source", tmp_path / "made")
-    assert {file.name for file in (tmp_path / "made").iterdir()} == {
-        "config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json", "merges.txt", "chat_template.jinja",
-    }  # fmt: skip
+    made = {file.relative_to(tmp_path / "made").as_posix() for file in (tmp_path / "made").rglob("*") if file.is_file()}
+    assert made == {"config.json", "model.safetensors", "tokenizer.json", *copied}
 
 
 def test_several_files_become_one(tmp_path):
@@ -152,9 +153,10 @@ def test_folders_that_do_not_fit_their_config_are_refused(tmp_path):
     assert up in refusal(tmp_path, drop=[up])
     message = refusal(tmp_path, change={up: (90, 128)})
     assert up in message and "[90, 128]" in message and "[96, 128]" in message
-    assert "also has model.layers.0.self_attn.q_norm.weight" in refusal(tmp_path, extra={"model.layers.0.self_attn.q_norm.weight": np.zeros(32, np.uint16)})
-    many = refusal(tmp_path, drop=[name for name in load_spec(CONFIG).tensors() if "mlp" in name])
-    assert "more" in many and len(many) < 1500
+    unknown = "model.layers.0.self_attn.q_norm.weight"
+    assert f"\n  {unknown} in model.safetensors\n" in refusal(tmp_path, extra={unknown: np.zeros(32, np.uint16)})
+    many = refusal(tmp_path, drop=[name for name in load_spec(CONFIG).tensors() if "layers" in name])
+    assert "… and 16 more" in many and len(many) < 1500
 
 
 def test_numbers_that_are_not_finite_are_refused(tmp_path):

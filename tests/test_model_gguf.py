@@ -203,9 +203,10 @@ def test_what_is_not_served_is_refused_by_name(tmp_path):
     assert "rotate 8 of a head's 16" in refusal(write_gguf(file, weights, rope_dimension_count=8))
     assert "one of 3 parts" in refusal(one_of_three(file, weights))
     missing = {name: weight for name, weight in weights.items() if "1.mlp.up" not in name}
-    assert "lacks model.layers.1.mlp.up_proj.weight" in refusal(write_gguf(file, missing))
-    assert "also has blk.0.odd.weight" in refusal(write_gguf(file, weights, extra={"blk.0.odd.weight": np.zeros(4, np.float32)}))
-    assert "its config says [128, 64]" in refusal(write_gguf(file, weights | {"model.layers.0.mlp.up_proj.weight": np.zeros((64, 64), np.float32)}))
+    assert "are missing:\n  model.layers.1.mlp.up_proj.weight" in refusal(write_gguf(file, missing))
+    assert f"\n  blk.0.odd.weight in {file.name}\n" in refusal(write_gguf(file, weights, extra={"blk.0.odd.weight": np.zeros(4, np.float32)}))
+    narrow = weights | {"model.layers.0.mlp.up_proj.weight": np.zeros((64, 64), np.float32)}
+    assert "F32 [64, 64], expected F32/F16/BF16/Q4_0/Q4_1/Q8_0 [128, 64]" in refusal(write_gguf(file, narrow))
     assert "'hidden_size'" in refusal(write_gguf(file, weights, embedding_length=None))
 
 

@@ -12,7 +12,7 @@ import urllib.parse
 import pytest
 from test_model_source import CONFIG, write_folder
 
-COMMIT = "c0ffee" + "0" * 34
+COMMIT, MOVED = "c0ffee" + "0" * 34, "decade" + "0" * 34
 RUN = """
 import json, shutil, sys
 from pathlib import Path
@@ -35,6 +35,7 @@ class Hub:
 
     def __init__(self):
         self.dense, self.models, self.gated, self.cut, self.broken, self.down, self.asked = {}, {}, set(), set(), set(), False, []
+        self.main, self.moves_after = COMMIT, None  # main moves when this much of a path has been asked for
         hub = self
 
         class Handler(http.server.BaseHTTPRequestHandler):
@@ -53,6 +54,8 @@ class Hub:
                 path = urllib.parse.unquote(urllib.parse.urlsplit(self.path).path).strip("/")
                 hub.asked.append(f"{self.command} {path}")
                 status, headers, content = hub.reply(path)
+                if hub.moves_after and path.endswith(hub.moves_after):
+                    hub.main = MOVED
                 self.send_response(status)
                 for name, value in {"Content-Length": len(content), **headers}.items():
                     self.send_header(name, str(value))
@@ -82,13 +85,17 @@ class Hub:
         if is_api and rest[:1] == ["tree"]:
             return self.json([{"type": "file", "path": file, "size": len(data), "oid": self.tag(data)} for file, data in files.items()])
         if is_api:
-            return self.json({"id": name, "sha": COMMIT, "siblings": [{"rfilename": file, "size": len(data)} for file, data in files.items()]})
+            siblings = [{"rfilename": file, "size": len(data)} for file, data in files.items()]
+            return self.json({"id": name, "sha": self.at(rest[-1] if rest else "main"), "siblings": siblings})
         if name in self.gated:
             return 403, {"X-Error-Code": "GatedRepo", "X-Error-Message": "Access to this model is restricted"}, b""
         file = "/".join(rest[2:])
         if file not in files:
             return 404, {"X-Error-Code": "EntryNotFound"}, b""
-        return 200, {"X-Repo-Commit": COMMIT, "ETag": f'"{self.tag(files[file])}"', "Accept-Ranges": "bytes"}, files[file]
+        return 200, {"X-Repo-Commit": self.at(rest[1]), "ETag": f'"{self.tag(files[file])}"', "Accept-Ranges": "bytes"}, files[file]
+
+    def at(self, revision):
+        return self.main if revision == "main" else revision
 
     @staticmethod
     def json(value):
@@ -111,6 +118,8 @@ def hub(tmp_path):
         "tokenizer.json": b"{}",
         "tokenizer_config.json": b"{ }",
         "chat_template.jinja": b"x",
+        "spiece.model": b"m",
+        "additional_chat_templates/tool_use.jinja": b"t",
     }
     unused = {
         "README.md": b"#",
@@ -148,13 +157,24 @@ def partials(tmp_path):
 def test_only_the_files_needed_are_fetched_once_and_quantised_once(tmp_path, hub, run):
     first = run("org/Tiny")
     assert first["name"] == "Tiny" and first["converted"] and hub.fetched() == set(hub.dense)
-    made = {file.name for file in (tmp_path / "cache" / "models" / os.path.basename(first["folder"])).iterdir()}
-    assert made == set(hub.dense)
+    folder = tmp_path / "cache" / "models" / os.path.basename(first["folder"])
+    assert {file.relative_to(folder).as_posix() for file in folder.rglob("*") if file.is_file()} == set(hub.dense)
     assert json.loads((tmp_path / "cache" / "models" / os.path.basename(first["folder"]) / "config.json").read_text())["quantization"]["bits"] == 4
     assert "Downloading org/Tiny" in first["notes"][0]
     hub.asked.clear()
     second = run("org/Tiny")
     assert second["folder"] == first["folder"] and not second["notes"] and not hub.fetched()
+
+
+def test_what_is_downloaded_is_what_was_listed_though_main_moves(hub, run):
+    hub.moves_after = "resolve/main/config.json"
+    assert os.path.basename(run("org/Tiny", quantize="none")["folder"]) == COMMIT
+
+
+def test_main_that_moves_before_the_config_is_there(hub, run):
+    hub.moves_after = "api/models/org/Tiny"
+    assert "changed on the Hub just now" in run("org/Tiny")["error"]
+    assert run("org/Tiny")["converted"]
 
 
 def test_without_a_network_what_was_fetched_before_is_used(tmp_path, hub, run):

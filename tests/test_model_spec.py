@@ -3,6 +3,7 @@
 import importlib
 import json
 import math
+import reprlib
 from typing import Any
 
 import numpy as np
@@ -93,9 +94,9 @@ def test_a_missing_width(key):
 
 
 @pytest.mark.parametrize("key", [*WIDTHS, "num_key_value_heads", "head_dim", "max_position_embeddings"])
-@pytest.mark.parametrize("value", ["64", 0, -4, 64.5, True, [64], math.nan])
+@pytest.mark.parametrize("value", ["64", 0, -4, 64.0, 64.5, True, [64], math.nan])
 def test_a_width_that_is_no_width(key, value):
-    assert refusal("llama", **{key: value}) == f"{key!r} is {value!r}, expected a positive number."
+    assert refusal("llama", **{key: value}) == f"{key!r} is {value!r}, expected a positive whole number."
 
 
 @pytest.mark.parametrize(
@@ -113,7 +114,10 @@ def test_a_width_that_is_no_width(key, value):
         ({"num_key_value_heads": 3}, "4 heads of width 16 over 3 key/value heads do not fit together."),
         ({"num_key_value_heads": 8}, "4 heads of width 16 over 8 key/value heads do not fit together."),
         ({"head_dim": 15}, "4 heads of width 15 over 2 key/value heads do not fit together."),
-        ({"hidden_size": 2}, "'head_dim' is 0, expected a positive number."),
+        ({"rms_norm_eps": math.inf}, "'rms_norm_eps' is inf, expected a positive number."),
+        ({"rope_theta": 10**400}, f"'rope_theta' is {reprlib.repr(10**400)}, expected a positive number."),
+        ({"num_hidden_layers": 3_000_000}, "'num_hidden_layers' is 3000000, expected at most 10000. Download the model again."),
+        ({"hidden_size": 2}, "'head_dim' is 0, expected a positive whole number."),
         ({"hidden_size": 2, "model_type": "qwen2"}, "4 heads of width 0 over 2 key/value heads do not fit together."),
         ({"rope_traditional": 1}, "'rope_traditional' is 1, expected true or false."),
     ],
@@ -160,9 +164,9 @@ def test_windows_switched_on_begin_at_layer_28_unless_said(family):
 @pytest.mark.parametrize(
     ("family", "config", "message"),
     [
-        ("mistral", {"sliding_window": 0}, "'sliding_window' is 0, expected a positive number."),
-        ("mistral", {"sliding_window": "5"}, "'sliding_window' is '5', expected a positive number."),
-        ("mistral", {"sliding_window": True}, "'sliding_window' is True, expected a positive number."),
+        ("mistral", {"sliding_window": 0}, "'sliding_window' is 0, expected a positive whole number."),
+        ("mistral", {"sliding_window": "5"}, "'sliding_window' is '5', expected a positive whole number."),
+        ("mistral", {"sliding_window": True}, "'sliding_window' is True, expected a positive whole number."),
         ("qwen2", {"sliding_window": 5, "use_sliding_window": True, "max_window_layers": "1"}, "'max_window_layers' is '1', expected a number of layers."),
         ("qwen3", {"sliding_window": 5, "use_sliding_window": True, "max_window_layers": None}, "'max_window_layers' is None, expected a number of layers."),
     ],
@@ -198,6 +202,7 @@ def test_every_quantisation_served(bits, group_size):
 
 
 GIVE = "Give the unquantised model, or one that mlx_lm.convert quantised."
+ONLY_THEIRS = "it has 'quantization_config' but not MLX's 'quantization', which mlx-lm wants too"
 SERVED = "served: bits (2, 3, 4, 5, 6, 8), groups (32, 64, 128)."
 
 
@@ -207,6 +212,8 @@ SERVED = "served: bits (2, 3, 4, 5, 6, 8), groups (32, 64, 128)."
         ({"quantization": {"bits": 7, "group_size": 64}}, f"quantization has 7 bits in groups of 64; {SERVED}"),
         ({"quantization": {"bits": 4, "group_size": 16}}, f"quantization has 4 bits in groups of 16; {SERVED}"),
         ({"quantization": {"bits": "4", "group_size": 64}}, f"quantization has 4 bits in groups of 64; {SERVED}"),
+        ({"quantization": {"bits": 4.0, "group_size": 64}}, f"quantization has 4.0 bits in groups of 64; {SERVED}"),
+        ({"quantization": {"bits": 4, "group_size": 64.0}}, f"quantization has 4 bits in groups of 64.0; {SERVED}"),
         ({"quantization": {"group_size": 64}}, f"quantization has None bits in groups of 64; {SERVED}"),
         ({"quantization": {"bits": 4, "lm_head": {"bits": 1}}}, f"lm_head has 1 bits in groups of 64; {SERVED}"),
         ({"quantization": {"bits": 4, "lm_head": {"group_size": 32}}}, f"lm_head has None bits in groups of 32; {SERVED}"),
@@ -220,7 +227,8 @@ SERVED = "served: bits (2, 3, 4, 5, 6, 8), groups (32, 64, 128)."
         ),
         ({"quantization": [4, 64]}, "'quantization' should be an object with bits and group_size, found [4, 64]."),
         ({"quantization_config": {"quant_method": "awq"}}, f"the weights are quantised by 'awq'. {GIVE}"),
-        ({"quantization_config": "int4"}, f"the weights are quantised by 'unknown'. {GIVE}"),
+        ({"quantization_config": "int4"}, f"{ONLY_THEIRS}. {GIVE}"),
+        ({"quantization_config": {"bits": 4, "group_size": 64}}, f"{ONLY_THEIRS}. {GIVE}"),
     ],
 )
 def test_quantisation_that_is_not_served(config, message):
@@ -325,3 +333,18 @@ def test_reading_a_folder_s_config(tmp_path):
         assert said().startswith(f"reading {file}: {message}")
     file.write_text(json.dumps({"model_type": "llama", "name": "ü"}), encoding="utf-8")
     assert read_config(tmp_path) == {"model_type": "llama", "name": "ü"}
+
+
+def test_a_config_that_can_not_be_read(tmp_path):
+    (tmp_path / "config.json").mkdir()
+    with pytest.raises(UserError) as caught:
+        read_config(tmp_path)
+    assert str(caught.value).startswith(f"reading {tmp_path / 'config.json'}: ")
+    (tmp_path / "config.json").rmdir()
+    (tmp_path / "config.json").write_text("[" * 100_000)
+    with pytest.raises(UserError, match="it is not JSON"):
+        read_config(tmp_path)
+
+
+def test_a_factor_beyond_float():
+    assert "can't be used" in refusal(rope_scaling={"type": "linear", "factor": 10**400})

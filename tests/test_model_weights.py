@@ -60,6 +60,21 @@ def test_tensors_that_are_not_needed_do_no_harm():
     weights.check(load_spec(CONFIG), entries_of(CONFIG) | {extra.name: extra})
 
 
+def test_what_mlx_lm_drops_is_dropped_and_what_it_refuses_is_refused():
+    bias = Entry("model.layers.0.self_attn.q_proj.bias", FILE, "F32", (64,), 0, 0)
+    scales = Entry("model.norm.scales", FILE, "F32", (64,), 0, 0)
+    assert refusal(entries_of(CONFIG) | {bias.name: bias, scales.name: scales}).splitlines() == [
+        "reading weights in folder: 2 tensors are no part of the llama model that config.json describes:",
+        f"  {bias.name} in model.safetensors",
+        "  model.norm.scales in model.safetensors",
+        "Download or convert the model again.",
+    ]
+    tied = CONFIG | {"tie_word_embeddings": True}
+    weights.check(load_spec(tied), entries_of(CONFIG))
+    head = entries_of(CONFIG) | {"lm_head.scales": Entry("lm_head.scales", FILE, "F32", (160, 2), 0, 0)}
+    assert "  lm_head.scales in model.safetensors" in refusal(head, tied)
+
+
 def test_missing_tensors_are_listed():
     entries = entries_of(CONFIG)
     gone = ["model.norm.weight", "lm_head.weight", "model.layers.1.mlp.down_proj.weight"]

@@ -34,7 +34,7 @@ def test_sum_of_squares_is_a_number(arrays):
 
 def test_joining_casting_and_waiting_keep_values(arrays):
     a = arrays.asarray(np.arange(6, dtype=np.float32).reshape(2, 3))
-    joined = arrays.concatenate([a, arrays.depends(a, [a, a])], axis=1)
+    joined = arrays.concatenate([a, a], axis=1)
     arrays.evaluate({"x": [joined]}, a)
     assert arrays.to_numpy(joined).shape == (2, 6)
     np.testing.assert_array_equal(arrays.to_numpy(joined)[:, 3:], arrays.to_numpy(arrays.astype(a, arrays.float32)))

@@ -3,6 +3,7 @@
 import io
 import json
 import math
+import os
 import sys
 from typing import Any
 
@@ -69,7 +70,7 @@ def said(stream: io.StringIO | None = None, log=None) -> str:
         report.train(**TRAIN, memory_bytes=88_000_000)
         report.validation(10, 2.125)
         report.save(10, "out/adapters.safetensors")
-        report.end(**END, prompt="What's \"up\"?", files=["out/adapters.safetensors"], model_folder="/models/my demo", adapter_path="out")
+        report.end(**END, prompt="What's \"up\"?", model_folder="/models/my demo", adapter_path="out")
     return stream.getvalue()
 
 
@@ -132,6 +133,13 @@ def test_an_older_log_lives_until_the_first_event_and_none_is_left_empty(tmp_pat
     assert [event["event"] for event in events(log)] == ["validation"]
 
 
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="Linux's devices")
+def test_devices_take_a_log_or_refuse_it_with_one_message():
+    said(log="/dev/null")
+    with pytest.raises(UserError, match="writing the log /dev/full: No space left on device; choose another file with --json-log"):
+        said(log="/dev/full")
+
+
 @pytest.mark.parametrize("stream", [io.StringIO, Terminal])
 def test_a_pipe_or_a_dumb_terminal_gets_plain_lines(stream, monkeypatch):
     monkeypatch.setenv("TERM", "dumb")
@@ -155,7 +163,6 @@ def test_a_pipe_or_a_dumb_terminal_gets_plain_lines(stream, monkeypatch):
         "                   Matey.",
         "  peak memory      140.0 MB by the operating system, 62.5 MB by the allocator",
         "  time             3 min 05 s",
-        "  files            out/adapters.safetensors",
         "use it with mlx-lm:",
         """  mlx_lm.generate --model '/models/my demo' --adapter-path out --prompt 'What'"'"'s "up"?'""",
     ]

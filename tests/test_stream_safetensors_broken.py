@@ -215,11 +215,24 @@ def test_a_folder_is_all_its_weight_files_but_adapters(tmp_path):
     assert refusal(read_folder, tmp_path) == f"reading weights: {tmp_path / 'three.safetensors'} does not exist."
 
 
-@pytest.mark.parametrize("content", ["{", "[]", "{}", '{"weight_map": 3}', '{"weight_map": {"a": 3}}'])
+@pytest.mark.parametrize("content", ["{", "[]", "{}", "[" * 100_000, '{"weight_map": 3}', '{"weight_map": {"a": 3}}'])
 def test_a_broken_index(tmp_path, content):
     small_file(tmp_path)
     index(tmp_path, content)
     assert "it is not a safetensors index" in refusal(read_folder, tmp_path)
+
+
+def test_an_index_that_can_not_be_read(tmp_path):
+    small_file(tmp_path)
+    (tmp_path / "model.safetensors.index.json").mkdir()
+    assert refusal(read_folder, tmp_path).startswith(f"reading {tmp_path / 'model.safetensors.index.json'}: ")
+
+
+def test_the_models_own_names_come_before_others(tmp_path):
+    """As in mlx-lm: Mistral's folders hold the same weights twice, under other names in consolidated.safetensors."""
+    for name in ("consolidated.safetensors", "model-1.safetensors", "model-2.safetensors"):
+        write(tmp_path / name, {f"in {name}": np.zeros(1, np.float32)})
+    assert sorted(read_folder(tmp_path)) == ["in model-1.safetensors", "in model-2.safetensors"]
 
 
 def test_a_folder_without_weights(tmp_path):

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from backends import BACKENDS, needs_mlx
+from models import tool
 
 from mesp_mlx import adapter
 from mesp_mlx.model.spec import load_spec, read_config
@@ -40,7 +41,7 @@ def test_one_step(cache, backend):
     assert {key: result[key] for key in asked} == asked
     assert abs(result["loss"] - math.log(49152)) < 2, "random logits of about unit size"
     assert result["step_seconds"] > 0
-    folder = cache / "bench" / "smollm2-135m-1-layers"
+    folder = cache / "bench" / f"smollm2-135m-1-layers-{tool('make_random_model').FORMAT}"
     spec = load_spec(read_config(folder))
     shapes = adapter.shapes(spec, adapter.choose_modules(spec), 4)
     assert result["adapter_bytes"] == result["gradient_bytes"] == 4 * sum(rows * columns for rows, columns in shapes.values())
@@ -61,7 +62,9 @@ def test_both_backends_compute_the_same(cache):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (("--seq", "0"), "argument --seq: 0 is not a positive number"),
+        (("--seq", "0"), "argument --seq: 0 is not a positive whole number"),
+        (("--seq", "abc"), "argument --seq: abc is not a positive whole number"),
+        (("--layers", "20000"), "bench_step: reading the shape: 'num_hidden_layers' is 20000"),
         (("--method", "backprop"), "argument --method: invalid choice"),
         (("--backend", "torch"), "argument --backend: invalid choice"),
         (("--backend", "numpy", "--dtype", "bfloat16"), "--dtype bfloat16: NumPy has none, use --backend mlx"),
@@ -70,6 +73,39 @@ def test_both_backends_compute_the_same(cache):
 def test_flags_that_make_no_sense(cache, flags, message):
     done = bench(cache, *flags)
     assert done.returncode == 2 and message in done.stderr and not done.stdout
+
+
+def test_a_cache_folder_that_is_a_file(tmp_path):
+    (tmp_path / "file").write_text("")
+    done = bench(tmp_path / "file", "--layers", "1", "--backend", "numpy")
+    assert done.returncode == 2 and "bench_step: [Errno" in done.stderr and str(tmp_path / "file") in done.stderr and "Traceback" not in done.stderr
+
+
+def test_a_cached_model_that_is_broken(tmp_path):
+    folder = tmp_path / "bench" / f"smollm2-135m-1-layers-{tool('make_random_model').FORMAT}"
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text("{")
+    done = bench(tmp_path, "--layers", "1", "--backend", "numpy")
+    assert done.returncode == 2 and f"bench_step: reading {folder / 'config.json'}: it is not JSON" in done.stderr and "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(("layers", "depths"), [([], [30]), (["--layers", "4"], [4]), (["--layers", "31"], [30, 31])])
+def test_a_deeper_model_is_compared_with_the_shapes_own(monkeypatch, layers, depths):
+    module, measured = tool("bench_step"), []
+    monkeypatch.setattr(sys, "argv", ["bench_step.py", "--shape", "smollm2-135m", *layers])
+    monkeypatch.setattr(module, "_in_child", lambda _, layers: measured.append(layers) or {"step_seconds": 1, "loss": 1})
+    monkeypatch.setattr(module, "_print_table", lambda _: None)
+    assert module.main() == 0 and measured == depths
+
+
+@pytest.mark.parametrize(("machine", "names"), [("x86_64", {"LD_PRELOAD", "OPENBLAS_CORETYPE"}), ("aarch64", {"LD_PRELOAD"})])
+def test_only_x86_64_is_told_which_kernels(monkeypatch, machine, names):
+    if not sys.platform.startswith("linux"):
+        pytest.skip("a library is put before another on Linux only")
+    module = tool("bench_step")
+    monkeypatch.setattr(module.glob, "glob", lambda _: ["libopenblas.so.0"])
+    monkeypatch.setattr(module.platform, "machine", lambda: machine)
+    assert module._openblas().keys() == names
 
 
 @needs_mlx

@@ -130,6 +130,7 @@ def test_command_writes_a_real_shape_with_fewer_layers(tmp_path, capsys):
         (["--shape", "smollm2-135m", "--layers", "0"], "num_hidden_layers"),
         (["--shape", "smollm2-135m", "--layers", "two"], "invalid int value"),
         (["--shape", "smollm2-135m", "--bits", "7"], "invalid choice"),
+        (["--shape", "smollm2-135m", "--seed", "-1"], "argument --seed: -1 is not a whole number, 0 or more"),
         (["--shape", "smollm2-135m", "--group-size", "128"], "not a multiple of the group size 128"),
     ],
 )

@@ -11,6 +11,7 @@ import glob
 import importlib.util
 import json
 import os
+import platform
 import statistics
 import subprocess
 import sys
@@ -18,6 +19,8 @@ import time
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+
+from mesp_mlx.errors import UserError
 
 OPENBLAS = ("/usr/lib/*/openblas-pthread/libopenblas.so.0", "/usr/lib/*/libopenblas.so.0", "/usr/lib64/libopenblas*.so.0")
 
@@ -37,14 +40,21 @@ def main() -> int:
     parser.add_argument("--json", action="store_true", help="only the JSON object on the last line, tables apart")
     parser.add_argument("--child", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
+    own = shapes[arguments.shape]["num_hidden_layers"]
     if arguments.backend == "numpy" and arguments.dtype != "float32":
         parser.error("--dtype bfloat16: NumPy has none, use --backend mlx")
-    if arguments.child:
-        print(json.dumps(measure_step(arguments.child, arguments)))
-        return 0
-    own = shapes[arguments.shape]["num_hidden_layers"]
-    wanted = arguments.layers or own
-    results = [_in_child(arguments, layers) for layers in sorted({min(wanted, own) if wanted <= own else own, wanted})]
+    try:
+        if arguments.child:
+            from mesp_mlx.memory.measure import small_cache
+
+            with small_cache(arguments.backend):
+                print(json.dumps(measure_step(arguments.child, arguments)))
+            return 0
+        wanted = arguments.layers or own
+        results = [_in_child(arguments, layers) for layers in ([own] if wanted > own else []) + [wanted]]
+    except (UserError, OSError) as error:
+        print(f"bench_step: {error}", file=sys.stderr)
+        return 2
     _print_table(results)
     if not arguments.json:
         print(f"one step: {results[-1]['step_seconds']:.2f} s, loss {results[-1]['loss']:.4f}")
@@ -71,13 +81,10 @@ def measure_step(folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
 
     backend = backends.choose(arguments.backend)
     dtype = backend.arrays.float32
-    if arguments.backend == "mlx":
-        measure.set_allocator_limits("mlx", cache_bytes=measure.CACHE_BYTES)
-        measure.return_freed_memory()
-        if arguments.dtype == "bfloat16":
-            import mlx.core as mx
+    if arguments.dtype == "bfloat16":
+        import mlx.core as mx
 
-            dtype = mx.bfloat16
+        dtype = mx.bfloat16
     spec = load_spec(read_config(folder))
     modules, rows = adapters.choose_modules(spec), min(arguments.batch, max(1, TILE_TOKENS // arguments.seq))
     adapter = adapters.initialise(spec, modules, arguments.rank, 0, backend)
@@ -85,13 +92,13 @@ def measure_step(folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
     rng = np.random.default_rng(0)
     tokens = rng.integers(0, spec.vocab_size, (arguments.batch, arguments.seq + 1), dtype=np.int32)
     parts = [tokens[start : start + rows] for start in range(0, arguments.batch, rows)]
+    # data.batches would make the same groups, but imports what reads files, which this process's peak shouldn't hold.
     everywhere = [np.ones((len(part), arguments.seq), bool) for part in parts]
     batches = [
         Batch(Group(part[:, :-1], part[:, 1:], mask, tuple(range(len(part))), (arguments.seq,) * len(part)))
         for part, mask in zip(parts, everywhere, strict=True)
     ]
     losses, seconds = [], []
-    measure.reset_allocator_peak(arguments.backend)
     with Store(read_folder(folder), spec, backend) as store:
         for _ in range(arguments.iters):
             started = time.perf_counter()
@@ -130,7 +137,7 @@ def _in_child(arguments: argparse.Namespace, layers: int) -> dict[str, Any]:
 
     maker = _tool("make_random_model")
     config = maker.SHAPES[arguments.shape] | {"num_hidden_layers": layers}
-    folder = cache_folder() / "bench" / f"{arguments.shape}-{layers}-layers"
+    folder = cache_folder() / "bench" / f"{arguments.shape}-{layers}-layers-{maker.FORMAT}"
     if not (folder / "config.json").is_file():
         print(f"writing a random model of {layers} layers into the cache", file=sys.stderr)
         maker.make(config, folder)
@@ -153,6 +160,9 @@ def _openblas() -> dict[str, str]:
     if found is None:
         print("OpenBLAS not found: MLX uses its bundled BLAS, which is many times slower (on Debian: apt install libopenblas0-pthread)", file=sys.stderr)
         return {}
+    if platform.machine() != "x86_64":
+        print(f"OpenBLAS preloaded from {found}", file=sys.stderr)
+        return {"LD_PRELOAD": found}
     kernel = "SkylakeX" if "avx512f" in Path("/proc/cpuinfo").read_text() else "Haswell"
     print(f"OpenBLAS preloaded from {found}, {kernel} kernels", file=sys.stderr)
     return {"LD_PRELOAD": found, "OPENBLAS_CORETYPE": kernel}
@@ -175,8 +185,8 @@ def _print_table(results: list[dict[str, Any]]) -> None:
 
 
 def _positive(text: str) -> int:
-    if int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not a positive number")
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not a positive whole number")
     return int(text)
 
 

@@ -22,6 +22,7 @@ from mesp_mlx.model.spec import BITS, GROUP_SIZES, ModelSpec, load_spec
 from mesp_mlx.stream.safetensors import NUMPY_TYPES, Writer, from_float32
 
 DTYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
+FORMAT = 1  # raised when the same arguments give other files
 CHUNK_NUMBERS = 1 << 22  # drawn at a time, so that float32 copies stay small beside the tensor
 
 
@@ -145,6 +146,12 @@ def _draw(spec: ModelSpec, name: str, shape: tuple[int, ...], dtype: str, rng: n
     yield f"{module}.biases", from_float32(scales * np.float32(-largest / 2), dtype)
 
 
+def _seed(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text} is not a whole number, 0 or more")
+    return int(text)
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Parse the command line and write the model; returns the exit code."""
     parser = argparse.ArgumentParser(description="Write a model of a real shape with random weights.")
@@ -154,7 +161,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--bits", type=int, default=4, choices=BITS)
     parser.add_argument("--group-size", type=int, default=64, choices=GROUP_SIZES)
     parser.add_argument("--quantize", default="affine", choices=["affine", "none"], help="none: plain weights")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seed", type=_seed, default=0)
     parser.add_argument("out", type=Path, metavar="OUT", help="the folder to write")
     options = parser.parse_args(arguments)
     config = dict(SHAPES[options.shape])

@@ -39,6 +39,13 @@ def find_files(path: str | Path) -> dict[str, Path | None]:
     Raises UserError when there are no training rows to be found there.
     """
     path = Path(path)
+    try:
+        return _find_files(path)
+    except OSError as error:
+        raise UserError(f"Looking for training data in {path}: {error.strerror or error}.") from error
+
+
+def _find_files(path: Path) -> dict[str, Path | None]:
     if path.is_dir():
         files = {split: path / f"{split}.jsonl" for split in SPLITS}
         if not files["train"].is_file():
@@ -51,7 +58,7 @@ def find_files(path: str | Path) -> dict[str, Path | None]:
     else:
         raise UserError(f"Looking for training data in {path}: no such file or folder. Give a folder that holds train.jsonl, or one .jsonl file.")
     found = {split: files[split] if split in files and files[split].is_file() else None for split in SPLITS}
-    for file in found.values():
+    for file in (found["train"], found["valid"]):  # nothing reads a test set
         if file is not None and file.stat().st_size == 0:
             raise UserError(f"Reading {file}: the file is empty. Put one row on each line ({FORMS}){'' if file == found['train'] else ', or remove the file'}.")
     return found

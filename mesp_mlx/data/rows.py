@@ -1,5 +1,6 @@
 """The rows of a run: tokens of both splits, which rows are used, where they are cut and how they are padded."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,7 +19,7 @@ class Rows:
     """What a run trains on and measures itself by.
 
     train and valid are indices into train_set and valid_set (the same set when validation rows were held out); limit is tokens of a row;
-    prompt and stops are token ids: what the sample reply answers, and what ends it.
+    question is what the sample reply answers; prompt and stops are token ids: that question, and what ends the reply.
     """
 
     train_set: TokenSet
@@ -29,6 +30,7 @@ class Rows:
     widths: list[int]
     cut: int
     skipped: int
+    question: str
     prompt: list[int]
     stops: list[int]
 
@@ -47,41 +49,50 @@ class Rows:
         return [batches.groups(self.valid_set, chosen[start : start + rows_at_once], self.limit, self.widths) for start in starts]
 
 
-def read_rows(settings: Settings, data: Path, model_folder: Path, spec: ModelSpec, cache: Path) -> Rows:
-    """Read, tokenise and choose the rows in a data folder or file.
+def read_rows(settings: Settings, files: Mapping[str, Path | None], model_folder: Path, spec: ModelSpec, cache: Path) -> Rows:
+    """Tokenise and choose the rows in the files of a data set, as `formats.find_files` finds them.
 
     Raises:
-        UserError: a missing, empty or malformed file, a length the model has no positions for, or no row with anything to learn.
+        UserError: a malformed file, a length the model has no positions for, or no row with anything to learn.
     """
     if settings.max_seq_length and settings.max_seq_length > spec.max_positions:
         raise UserError(f"--max-seq-length is {settings.max_seq_length}, but the model was made for {spec.max_positions} positions. Lower it.")
-    files = {split: file for split, file in formats.find_files(data).items() if file is not None and split != "test"}
-    ask = [{"role": "user", "content": settings.sample_prompt}] if settings.sample_prompt else []
-    encoded = tokens.encode(model_folder, files, cache, prompt=ask, mask_prompt=settings.mask_prompt)
+    train_file = files["train"]
+    assert train_file is not None
+    question = settings.sample_prompt or _first_question(files.get("valid") or train_file)
+    used = {split: files.get(split) for split in ("train", "valid")}
+    encoded = tokens.encode(model_folder, used, cache, prompt=[{"role": "user", "content": question}], mask_prompt=settings.mask_prompt)
     train_set = encoded.sets["train"]
     valid_set = encoded.sets.get("valid", train_set)
     largest = max(int(read(held.ids, held.offsets[i], held.offsets[j]).max()) for held in encoded.sets.values() for i, j in held.blocks())
     if largest >= spec.vocab_size:
         raise UserError(
-            f"reading {data}: the tokenizer in {model_folder} gives token {largest}, but the model has only {spec.vocab_size}. Use the tokenizer of this model."
+            f"reading {train_file}: the tokenizer in {model_folder} gives token {largest}, but the model has only {spec.vocab_size}. "
+            "Use the tokenizer of this model."
         )
     longest = max(int(rows.lengths().max()) for rows in encoded.sets.values())
     limit = settings.max_seq_length or min(longest, spec.max_positions, MAX_SEQ_LENGTH_CAP)
     train, cut, skipped = batches.usable_rows(train_set, limit)
-    if valid_set is train_set:
-        train, valid = batches.split_rows(train_set, train, settings.seed)
-    else:
+    if not len(train):
+        if not train_set.supervised().any():
+            raise UserError(f"reading {train_file}: no row has an assistant turn or a completion to learn from. Add some, or give --no-mask-prompt.")
+        raise UserError(f"reading {train_file}: nothing to learn stands within the first {limit} tokens of any row. Raise --max-seq-length.")
+    if valid_set is not train_set:
         valid, valid_cut, valid_skipped = batches.usable_rows(valid_set, limit)
         cut, skipped = cut + valid_cut, skipped + valid_skipped
-    if not len(train):
-        raise UserError(f"reading {data}: no row has anything to learn within {limit} tokens ({skipped} skipped). Raise --max-seq-length or mend the rows.")
+    elif settings.val_batches == 0:
+        valid = train[:0]
+    else:
+        train, valid = batches.split_rows(train_set, train, settings.seed)
     lengths = np.concatenate([train_set.lengths(limit)[train], valid_set.lengths(limit)[valid]])
-    prompt = encoded.prompt_ids or _prompt_of_a_row(valid_set if len(valid) else train_set, int(valid[0]) if len(valid) else int(train[0]), limit)
-    return Rows(train_set, valid_set, train, valid, limit, batches.padded_widths(lengths), cut, skipped, prompt, encoded.stop_ids)
+    widths = batches.padded_widths(lengths)
+    return Rows(train_set, valid_set, train, valid, limit, widths, cut, skipped, question, encoded.prompt_ids, encoded.stop_ids)
 
 
-def _prompt_of_a_row(rows: TokenSet, row: int, limit: int) -> list[int]:
-    """What stands before the first supervised token of a row; of a row that is all supervised, its first quarter."""
-    ids, mask = rows.row(row, limit)
-    first = int(np.flatnonzero(mask)[0])
-    return ids[: first if first > 1 else max(len(ids) // 4, 1)].tolist()
+def _first_question(file: Path) -> str:
+    """What the first row of a file asks: its first user turn, or the first words of a text."""
+    row = next(formats.read_rows(file), None)
+    if row is None:
+        return "Hello"
+    turns = [turn["content"] for turn in row.messages or () if turn["role"] == "user" and isinstance(turn.get("content"), str)]
+    return turns[0] if turns else " ".join((row.text or "Hello").split()[:8])

@@ -1,7 +1,7 @@
 """Turns to token ids and masks, cached on disk.
 
-transformers is imported by a process of its own, `python -m mesp_mlx.data.tokens`, so the process that trains never carries it. The child reads one request
-(JSON) from its standard input and writes one answer (JSON) to its standard output. One call does all the work before training, one more decodes replies.
+transformers is imported by a process of its own, `python -m mesp_mlx.data.tokens`, so the process that trains never carries it. One call does all the
+work before training, one more decodes replies.
 
 The cache holds a folder per data file, named by a hash of all that decides its tokens, with three arrays: ids.npy (int32) and mask.npy (uint8, 1 where a
 token is supervised, that is, predicted from the one before it), all rows end to end, and offsets.npy (int64), where row i is [offsets[i], offsets[i + 1]).
@@ -14,8 +14,6 @@ import importlib.metadata
 import json
 import os
 import shutil
-import subprocess
-import sys
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -24,23 +22,14 @@ from typing import Any
 
 import numpy as np
 
+from mesp_mlx import child
 from mesp_mlx.data.formats import Row, read_rows
 from mesp_mlx.data.masks import assistant_spans, token_mask
 from mesp_mlx.errors import UserError
+from mesp_mlx.model.files import SETTINGS_FILES, TEMPLATE_FILES, TOKENIZER_FILES
 
 FORMAT = 1  # part of every cache key: raise it whenever the same rows would give other arrays
 COLUMNS = {"ids": np.dtype("<i4"), "mask": np.dtype("u1"), "offsets": np.dtype("<i8")}
-TOKENIZER_FILES = (
-    "tokenizer*",
-    "vocab*",
-    "merges.txt",
-    "*.model",
-    "*.tiktoken",
-    "special_tokens_map.json",
-    "added_tokens.json",
-)
-TEMPLATE_FILES = ("chat_template*", "additional_chat_templates/*")
-SETTINGS_FILES = ("config.json", "generation_config.json")  # they name the tokenizer's class and the tokens that stop a reply
 BATCH_ROWS, BATCH_CHARACTERS = 256, 1 << 20  # a batch of rows ends at either: together they bound the child's memory
 
 
@@ -188,35 +177,11 @@ def _move(folder: Path, final: Path) -> None:
 
 
 def _ask_child(request: dict[str, Any]) -> dict[str, Any]:
-    quiet = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error", "PYTHONUTF8": "1"}
-    found_as_here = {"PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
-    command = [sys.executable, "-m", "mesp_mlx.data.tokens"]
-    done = subprocess.run(command, input=json.dumps(request).encode(), capture_output=True, env=os.environ | quiet | found_as_here)
-    try:
-        answer = json.loads(done.stdout)
-    except ValueError as error:
-        last = "".join(done.stderr.decode(errors="replace").strip().splitlines()[-1:])
-        raise UserError(
-            f"Turning text into tokens with the tokenizer in {request['model']} failed: {last or f'the process ended with status {done.returncode}'}."
-        ) from error
-    if "error" in answer:
-        raise UserError(answer["error"])
-    return answer
+    quiet = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
+    return child.ask("mesp_mlx.data.tokens", request, f"Turning text into tokens with the tokenizer in {request['model']}", quiet)
 
 
 # From here on: the child.
-
-
-def main() -> None:
-    request = json.load(sys.stdin)
-    answer_to = os.dup(1)
-    os.dup2(2, 1)  # whatever the libraries print goes to standard error: standard output is for the answer alone
-    try:
-        answer = _serve(request)
-    except UserError as error:
-        answer = {"error": str(error)}
-    with open(answer_to, "w") as file:
-        json.dump(answer, file)
 
 
 def _serve(request: dict[str, Any]) -> dict[str, Any]:
@@ -380,4 +345,4 @@ def _first_line(error: Exception) -> str:
 
 
 if __name__ == "__main__":
-    main()
+    child.answer(_serve)

@@ -1,4 +1,4 @@
-"""The loop: one update's loss and gradients, with the frozen weights of a stage or two in memory (DESIGN.md, section 2)."""
+"""The loop: one update's loss and gradients, with the frozen weights of two or three stages in memory."""
 
 from collections.abc import Sequence
 
@@ -48,7 +48,6 @@ def loss_and_gradients(model: Model, store: Store, adapter: State, batches: Sequ
     states = forward(model, store, adapter, batches, checkpoints, first)
     with store.open(model.head) as w:
         loss, dstates = model.head.loss(w, states, batches)
-    del states
     for segment in reversed(model.segments[first:]):
         dstates = backward(segment, checkpoints.pop(), dstates)
     return loss

@@ -140,7 +140,11 @@ def validation_groups(run: Run) -> list[list[Group]]:
 
 
 def validate(run: Run, valid: list[list[Group]]) -> float:
-    """The mean loss over the supervised tokens of the validation rows."""
+    """The mean loss over the supervised tokens of the validation rows.
+
+    Raises:
+        RunStopped: it is not finite.
+    """
     total = 0.0
     for groups in valid:
         held = [Batch(group) for group in groups]
@@ -148,6 +152,8 @@ def validate(run: Run, valid: list[list[Group]]) -> float:
         states = forward(run.model, run.store, run.adapter, held)
         with run.store.open(run.model.head) as w:
             total += run.model.head.loss(w, states, held, gradient=False)[0]
+    if not math.isfinite(total):
+        raise RunStopped(f"the validation loss is {total}: the model's weights, or the adapter, hold numbers that are not finite. It was not saved.")
     return total / sum(_supervised(groups) for groups in valid)
 
 

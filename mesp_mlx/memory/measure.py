@@ -7,11 +7,13 @@ import ctypes
 import os
 import struct
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 _STATUS = Path("/proc/self/status")
 _RUSAGE_INFO_V4 = 4
-CACHE_BYTES = 6_000_000  # freed buffers that MLX may keep for reuse: the operating system counts them, the allocator's peak does not
+CACHE_BYTES = 4_000_000  # freed buffers that MLX may keep for reuse: the operating system counts them, the allocator's peak does not
 _M_MMAP_THRESHOLD = -3  # of glibc's malloc.h
 
 
@@ -24,15 +26,6 @@ def allocator_peak_bytes(backend_name: str) -> int | None:
     return mx.get_peak_memory()
 
 
-def allocator_active_bytes(backend_name: str) -> int | None:
-    """What arrays take now; None for NumPy, which does not count."""
-    if backend_name != "mlx":
-        return None
-    import mlx.core as mx
-
-    return mx.get_active_memory()
-
-
 def reset_allocator_peak(backend_name: str) -> None:
     """Start counting the peak anew."""
     if backend_name == "mlx":
@@ -41,19 +34,25 @@ def reset_allocator_peak(backend_name: str) -> None:
         mx.reset_peak_memory()
 
 
-def set_allocator_limits(backend_name: str, memory_bytes: int | None = None, cache_bytes: int | None = None) -> tuple[int | None, int | None]:
-    """Limit what MLX allocates before it waits for memory to be freed, and the freed buffers it keeps; None leaves a limit as it is.
+@contextmanager
+def small_cache(backend_name: str) -> Iterator[None]:
+    """While entered, MLX keeps few freed buffers, glibc none, and the allocator's peak is counted anew; MLX's limits are restored after.
 
-    Returns the limits replaced, so that `set_allocator_limits(name, *before)` restores them. The wired limit is never touched:
-    macOS kernel panics under buffer churn have been tied to it (https://github.com/ml-explore/mlx/issues/3186).
+    The wired limit is never touched: macOS kernel panics under buffer churn have been tied to it (https://github.com/ml-explore/mlx/issues/3186).
     """
     if backend_name != "mlx":
-        return None, None
+        yield
+        return
     import mlx.core as mx
 
-    memory_before = None if memory_bytes is None else mx.set_memory_limit(memory_bytes)
-    cache_before = None if cache_bytes is None else mx.set_cache_limit(cache_bytes)
-    return memory_before, cache_before
+    return_freed_memory()
+    memory_before, cache_before = mx.get_memory_limit(), mx.set_cache_limit(CACHE_BYTES)
+    mx.reset_peak_memory()
+    try:
+        yield
+    finally:
+        mx.set_memory_limit(memory_before)  # the engine moves it from stage to stage
+        mx.set_cache_limit(cache_before)
 
 
 def return_freed_memory() -> None:

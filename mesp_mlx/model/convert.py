@@ -17,13 +17,14 @@ import numpy as np
 
 from mesp_mlx.errors import UserError
 from mesp_mlx.model import weights
-from mesp_mlx.model.spec import ModelSpec, load_spec, read_config
+from mesp_mlx.model.files import TEMPLATE_FILES, TOKENIZER_FILES
+from mesp_mlx.model.spec import load_spec, read_config
 from mesp_mlx.reference.quantized import quantize
 from mesp_mlx.stream.safetensors import NUMPY_TYPES, Entry, Writer, from_float32, read_array, read_folder, to_float32
 
 BITS, GROUP_SIZE = 4, 64  # what an unquantised model becomes: mlx_lm.convert's own default
 TILE_BYTES = 1 << 22
-TOKENIZER_FILES = ("tokenizer*", "vocab*", "merges.txt", "special_tokens_map.json", "added_tokens.json", "chat_template*", "generation_config.json")
+COPIED_FILES = (*TOKENIZER_FILES, *TEMPLATE_FILES, "generation_config.json")
 HEADER_BYTES_PER_TENSOR = 200  # more than any name, shape and offset take in a safetensors header
 
 
@@ -151,30 +152,6 @@ def nearest_folder(folder: Path) -> Path:
     return folder
 
 
-def checked(spec: ModelSpec, entries: Mapping[str, Entry], source: str) -> dict[str, Entry]:
-    """The entries that the spec lists, in its order; tensors it does not use are dropped where that is known to be right.
-
-    Raises:
-        UserError: tensors are missing, have another shape or dtype, or are not part of this architecture.
-    """
-    wanted = spec.tensors()
-    unused = ("lm_head.weight",) if spec.tied else ()
-    extra = [name for name in entries if name not in wanted and name not in unused and not name.endswith("rotary_emb.inv_freq")]
-    missing = [name for name in wanted if name not in entries]
-    if missing or extra:
-        said = " and ".join(f"{kind} {_list(names)}" for kind, names in (("lacks", missing), ("also has", extra)) if names)
-        raise UserError(f"reading {source}: it {said}. Expected the tensors of a {spec.model_type!r} model as its config describes it.")
-    for name, shape in wanted.items():
-        entry = entries[name]
-        if entry.shape != shape:
-            raise UserError(f"reading {source}: tensor {name!r} in {entry.file} has shape {list(entry.shape)}, its config says {list(shape)}.")
-    return {name: entries[name] for name in wanted}
-
-
-def _list(names: Sequence[str]) -> str:
-    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
-
-
 def quantize_folder(source: Path, folder: Path) -> None:
     """Quantise the Hugging Face folder `source` into `folder`.
 
@@ -185,10 +162,9 @@ def quantize_folder(source: Path, folder: Path) -> None:
     config = read_config(source)
     config.setdefault("tie_word_embeddings", "lm_head.weight" not in entries)
     spec = load_spec(config, str(source / "config.json"))
-    entries = checked(spec, entries, str(source))
     weights.check(spec, entries)
-    write_model(folder, config, [quantized(name, entry) if name.endswith(".weight") else kept(name, entry) for name, entry in entries.items()])
-    for pattern in TOKENIZER_FILES:
-        for file in source.glob(pattern):
-            if file.is_file():
-                shutil.copyfile(file, folder / file.name)
+    write_model(folder, config, [(quantized if name.endswith(".weight") else kept)(name, entries[name]) for name in spec.tensors()])
+    for file in {file for pattern in COPIED_FILES for file in source.glob(pattern) if file.is_file()}:
+        copy = folder / file.relative_to(source)
+        copy.parent.mkdir(exist_ok=True)
+        shutil.copyfile(file, copy)

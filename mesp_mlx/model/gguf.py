@@ -17,14 +17,15 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from mesp_mlx.errors import UserError
-from mesp_mlx.model import gguf_tokenizer
-from mesp_mlx.model.convert import Part, by_rows, checked, kept, packed_tensors, quantized, write_model
+from mesp_mlx.model import gguf_tokenizer, weights
+from mesp_mlx.model.convert import Part, by_rows, kept, packed_tensors, quantized, write_model
 from mesp_mlx.model.spec import load_spec
 from mesp_mlx.model.weights import FLOATS
 from mesp_mlx.stream.safetensors import Entry, from_float32, read_array, read_into, to_float32
 
 # Type number: name, elements in a block, bytes of a block.
 SERVED_TYPES = {0: ("F32", 1, 4), 1: ("F16", 1, 2), 30: ("BF16", 1, 2), 2: ("Q4_0", 32, 18), 3: ("Q4_1", 32, 20), 8: ("Q8_0", 32, 34)}
+DTYPES = tuple(name for name, _, _ in SERVED_TYPES.values())
 OTHER_TYPES = {
     6: "Q5_0", 7: "Q5_1", 9: "Q8_1", 10: "Q2_K", 11: "Q3_K", 12: "Q4_K", 13: "Q5_K", 14: "Q6_K", 15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS",
     18: "IQ3_XXS", 19: "IQ1_S", 20: "IQ4_NL", 21: "IQ3_S", 22: "IQ2_S", 23: "IQ4_XS", 24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64",
@@ -253,7 +254,9 @@ def parts(file: File, config: Mapping[str, Any], quantize_floats: bool = True) -
     named = {_name(name): entry for name, entry in file.entries.items() if name != "rope_freqs.weight"}
     permuted = {"self_attn.q_proj": spec.num_heads, "self_attn.k_proj": spec.num_kv_heads} if file.metadata["general.architecture"] == "llama" else {}
     made = []
-    for name, entry in checked(spec, named, str(file.path)).items():
+    weights.check(spec, named, DTYPES)
+    for name in spec.tensors():
+        entry = named[name]
         if entry.dtype not in FLOATS:
             part = _requantized(name, entry)
         elif len(entry.shape) == 2 and quantize_floats:

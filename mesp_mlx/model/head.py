@@ -32,29 +32,31 @@ class Head:
     def loss(self, w: Any, states: list[State], batches: Sequence[Batch], gradient: bool = True) -> tuple[float, list[State]]:
         """The loss summed over the supervised tokens of all groups, and its gradient with respect to each state (none asked for: no list).
 
-        Evaluates tile by tile: a tile's buffer is free before the next but one is read.
+        Takes the states out of their list, and keeps of each what is supervised. Evaluates tile by tile: a tile's buffer is free before the next but
+        one is read.
         """
         ops, arrays = self.ops, self.ops.arrays
         picked = [np.flatnonzero(batch.group.mask.reshape(-1)) for batch in batches]
         targets = [arrays.asarray(batch.group.targets.reshape(-1)[rows]) for batch, rows in zip(batches, picked, strict=True)]
         index = [arrays.asarray(rows) for rows in picked]
-        inputs = [arrays.take_rows(_flat(state["x"]), rows) for state, rows in zip(states, index, strict=True)]
+        shapes = [state["x"].shape for state in states]
+        inputs = [self.evaluate(arrays.take_rows(_flat(states.pop(0)["x"]), rows)) for rows in index]
         normed = [self._normed(w, x) for x in inputs]
         sweeps = [ops.cross_entropy.start(h, gradient) for h in normed]
         for first, tile in w.tiles(self.table, self._tile_rows(max(len(rows) for rows in picked))):
+            tile = self.evaluate(ops.quantized.unpacked(tile, normed[0].dtype))
             for i, h in enumerate(normed):
                 sweeps[i] = ops.cross_entropy.add(sweeps[i], h, targets[i], first, tile)
                 self.evaluate(sweeps[i])
             del tile
         total, dstates = 0.0, []
-        for i, state in enumerate(states):
-            loss, dh = ops.cross_entropy.finish(sweeps[i])
+        for rows, (batch, tokens, width) in zip(index, shapes, strict=True):
+            x, _ = inputs.pop(0), normed.pop(0)
+            loss, dh = ops.cross_entropy.finish(sweeps.pop(0))
             total += float(loss)
             if gradient:
-                dx = ops.rms_norm.backward(inputs[i], w["model.norm"]["weight"], self.spec.rms_norm_eps, dh)
-                shape = state["x"].shape
-                dstates.append({"x": arrays.scatter_rows(dx, index[i], shape[0] * shape[1]).reshape(shape)})
-                self.evaluate(dstates[-1])
+                dx = ops.rms_norm.backward(x, w["model.norm"]["weight"], self.spec.rms_norm_eps, dh)
+                dstates.append(self.evaluate({"x": arrays.scatter_rows(dx, rows, batch * tokens).reshape(batch, tokens, width)}))
         return total, dstates
 
     def likeliest(self, w: Any, state: State) -> int:

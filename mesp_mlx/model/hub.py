@@ -10,15 +10,11 @@ from pathlib import Path
 from typing import TypeVar
 
 from mesp_mlx.errors import UserError
-from mesp_mlx.model.convert import nearest_folder, quantized, require_space, weight_bytes
+from mesp_mlx.model.convert import COPIED_FILES, nearest_folder, quantized, require_space, weight_bytes
 from mesp_mlx.model.spec import ModelSpec, load_spec, read_config
 from mesp_mlx.stream.safetensors import Entry
 
-FILES = [
-    "config.json", "model*.safetensors", "model.safetensors.index.json", "generation_config.json", "tokenizer*", "vocab*", "merges.txt",
-    "special_tokens_map.json", "added_tokens.json", "chat_template*",
-]  # fmt: skip
-OTHER_FOLDERS = ["*/*"]  # onnx/, original/ and the like
+FILES = ["config.json", "model*.safetensors", "model.safetensors.index.json", *COPIED_FILES]
 TIMEOUT_SECONDS = 15
 Result = TypeVar("Result")
 
@@ -31,8 +27,12 @@ class Listing:
     sizes: Mapping[str, int]
 
     def needed(self) -> dict[str, int]:
-        """The files that are downloaded."""
-        return {name: size for name, size in self.sizes.items() if "/" not in name and any(fnmatchcase(name, pattern) for pattern in FILES)}
+        """The files that are downloaded: those named in FILES, and not their namesakes in onnx/, original/ and the like."""
+
+        def is_named(name: str) -> bool:
+            return any(fnmatchcase(name, pattern) and name.count("/") == pattern.count("/") for pattern in FILES)
+
+        return {name: size for name, size in self.sizes.items() if is_named(name)}
 
 
 def look_up(model: str) -> Listing | None:
@@ -50,7 +50,7 @@ def look_up(model: str) -> Listing | None:
         raise _refusal(model, error) from None
     except Exception:  # offline, a time-out, an error of the server: the HTTP library's errors differ between versions of huggingface_hub
         return None
-    return Listing(info.sha or "main", {file.rfilename: file.size or 0 for file in info.siblings or ()})
+    return Listing(info.sha, {file.rfilename: file.size or 0 for file in info.siblings or ()}) if info.sha else None
 
 
 def download(model: str, listing: Listing | None, cache_folder: Path, quantize: bool, note: Callable[[str], None]) -> Path:
@@ -58,14 +58,15 @@ def download(model: str, listing: Listing | None, cache_folder: Path, quantize: 
 
     The config is fetched first, so that a model that can't be served costs nothing, then the space for the rest (and, in
     cache_folder, for the 4-bit copy if one will be made) is checked. With no listing, only what is there already is used.
+    The config is asked of main, which makes the cache remember where main is, for use without a network; the rest of the listed commit.
 
     Raises:
-        UserError: not found, gated, not served, too little space, or interrupted.
+        UserError: not found, gated, not served, too little space, interrupted, or changed meanwhile.
     """
     from huggingface_hub import constants, hf_hub_download, snapshot_download, try_to_load_from_cache
 
     if listing is None:
-        return Path(_ask(model, lambda: snapshot_download(model, allow_patterns=FILES, ignore_patterns=OTHER_FOLDERS, local_files_only=True)))
+        return Path(_ask(model, lambda: snapshot_download(model, allow_patterns=FILES, ignore_patterns=["*/*"], local_files_only=True)))
     if "config.json" not in listing.sizes:
         ggufs = [name for name in listing.sizes if name.endswith(".gguf")]
         advice = f"Download one of its GGUF files, such as {ggufs[0]}, and give the file's path." if ggufs else "Is it a language model?"
@@ -73,7 +74,10 @@ def download(model: str, listing: Listing | None, cache_folder: Path, quantize: 
     needed = listing.needed()
     if not any(name.endswith(".safetensors") for name in needed):
         raise UserError(f"--model {model}: on the Hub it has no model*.safetensors file. Take a model, or a conversion of this one, that has.")
-    config = read_config(Path(_ask(model, lambda: hf_hub_download(model, "config.json"))).parent)
+    folder = Path(_ask(model, lambda: hf_hub_download(model, "config.json"))).parent
+    if folder.name != listing.commit:
+        raise UserError(f"--model {model}: it was changed on the Hub just now. Run the command again.")
+    config = read_config(folder)
     spec = load_spec(config, f"config.json of {model}")
     unquantized = quantize and not config.get("quantization")
     missing_bytes = sum(size for name, size in needed.items() if not isinstance(try_to_load_from_cache(model, name, revision=listing.commit), str))
@@ -83,7 +87,7 @@ def download(model: str, listing: Listing | None, cache_folder: Path, quantize: 
     _require_space(model, hub_cache, missing_bytes, cache_folder, converted_bytes(spec) if unquantized else 0)
     if missing_bytes:
         note(f"Downloading {model} ({missing_bytes / 1e6:,.0f} MB).")
-    return Path(_ask(model, lambda: snapshot_download(model, allow_patterns=FILES, ignore_patterns=OTHER_FOLDERS)))
+    return Path(_ask(model, lambda: snapshot_download(model, revision=listing.commit, allow_patterns=list(needed))))
 
 
 def converted_bytes(spec: ModelSpec) -> int:

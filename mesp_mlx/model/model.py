@@ -11,7 +11,7 @@ from mesp_mlx.model.head import Head
 from mesp_mlx.model.spec import ModelSpec
 from mesp_mlx.model.stages import AttentionStage, Embedding, Lora, MLPStage, Stage
 
-TILES_BYTES = 8_000_000  # a few tiles of about two megabytes each: see TILE_BYTES in ops
+TILES, TILE_BYTES, LEAST_ROWS = 4, 2_000_000, 16  # tiles at a time, their size, and the fewest query rows in one: see ops
 
 
 @dataclass(frozen=True)
@@ -43,12 +43,14 @@ class Model:
         return self.forward_order() + [stage for segment in reversed(self.segments[first_segment:]) for stage in segment]
 
 
-def working_bytes(spec: ModelSpec, group_tokens: int, itemsize: int = 4) -> int:
-    """Room for the arrays inside a stage, in bytes: six of the size of its state, and the tiles of attention and MLP.
+def working_bytes(spec: ModelSpec, group_tokens: int) -> int:
+    """Room for the arrays inside a stage, in bytes: those of an MLP or of an attention reversed, and a few tiles.
 
     Measured on the CPU device: with this much the limit costs no time, with three quarters of it a step takes three times as long.
     """
-    return 6 * group_tokens * spec.hidden_size * itemsize + TILES_BYTES
+    heads, kv = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+    inside = max(6 * spec.hidden_size, spec.hidden_size + 4 * heads + 4 * kv)
+    return 4 * group_tokens * inside + TILES * max(TILE_BYTES, 4 * LEAST_ROWS * spec.num_heads * group_tokens)
 
 
 def build(spec: ModelSpec, backend: Any, lora_scale: float, group_tokens: int = TILE_TOKENS, dtype: Any = None) -> Model:

@@ -1,20 +1,19 @@
 """From what --model names to a folder that the program and mlx-lm both read."""
 
 import hashlib
-import multiprocessing
 import re
+import sys
 from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+from mesp_mlx import child
 from mesp_mlx.errors import UserError
 from mesp_mlx.model import cache, convert, demo, gguf, hub
 from mesp_mlx.model.spec import load_spec, read_config
 
 FORMAT = 1  # raised when folders of the cache would come out differently, so that old ones are not used
-QUANTIZE = ("4", "none")
 Note = Callable[[str], None]
 
 
@@ -37,8 +36,6 @@ def resolve(model: str, cache_folder: Path, quantize: str = "4", note: Note = pr
     Raises:
         UserError: nothing is found under that name, or it can't be served, fetched or converted.
     """
-    if quantize not in QUANTIZE:
-        raise UserError(f"--quantize is {quantize!r}, expected one of: {', '.join(QUANTIZE)}.")
     cache.sweep(cache_folder / "models")
     path = Path(model).expanduser()
     if model == "demo":
@@ -54,16 +51,19 @@ def resolve(model: str, cache_folder: Path, quantize: str = "4", note: Note = pr
 
 
 def resolve_apart(model: str, cache_folder: Path, quantize: str = "4") -> ModelFolder:
-    """`resolve` in a process of its own, so that converting a model leaves no mark on the memory of the one that trains.
+    """`resolve` in a process of its own, whose notes go to standard error.
 
     Raises:
-        UserError: as `resolve`, or the process was ended from outside.
+        UserError: as `resolve`.
     """
-    try:
-        with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
-            return pool.submit(resolve, model, cache_folder, quantize).result()
-    except BrokenProcessPool:
-        raise UserError(f"--model {model}: the process that prepares the model was ended from outside, perhaps for lack of memory. Try again.") from None
+    request = {"model": model, "cache_folder": str(cache_folder), "quantize": quantize}
+    found = child.ask("mesp_mlx.model.source", request, f"preparing the model {model}", quiet=False)
+    return ModelFolder(Path(found["folder"]), found["name"], found["converted"])
+
+
+def _serve(request: dict[str, Any]) -> dict[str, Any]:
+    found = resolve(request["model"], Path(request["cache_folder"]), request["quantize"], lambda line: print(line, file=sys.stderr, flush=True))
+    return {"folder": str(found.folder), "name": found.name, "converted": found.converted}
 
 
 def _demo(cache_folder: Path, note: Note) -> ModelFolder:
@@ -135,3 +135,7 @@ def _folder_state(folder: Path) -> str:
 def _file_state(file: Path) -> str:
     stat = file.stat()
     return f"{file.name}:{stat.st_size}:{stat.st_mtime_ns}"
+
+
+if __name__ == "__main__":
+    child.answer(_serve)

@@ -2,6 +2,8 @@
 
 import json
 import math
+import reprlib
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -13,6 +15,7 @@ from mesp_mlx.model.families import FAMILIES, Family
 
 BITS, GROUP_SIZES = (2, 3, 4, 5, 6, 8), (32, 64, 128)
 ROPE_TYPES = ("default", "dynamic", "linear", "llama3", "yarn")
+MOST_LAYERS = 10_000  # far beyond any model: a damaged config would be worked on for minutes
 MAX_WINDOW_LAYERS = 28  # what transformers takes for Qwen2 and Qwen3 where a config says nothing
 PROJECTIONS: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
 
@@ -54,7 +57,7 @@ class ModelSpec:
     rope: Rope
     windows: tuple[int | None, ...]
     quantization: Mapping[str, Any]
-    dtype: str  # of activations where the machine computes in the model's dtype: "F32", "F16" or "BF16"
+    dtype: str  # that the config names, "F32", "F16" or "BF16", to tell sizes before there are files
 
     def linear_shape(self, projection: str) -> tuple[int, int]:
         """[out, in] of one of a layer's projections, named as in PROJECTIONS."""
@@ -104,14 +107,16 @@ def read_config(folder: Path) -> dict[str, Any]:
     """The config.json of a model folder.
 
     Raises:
-        UserError: there is none, or it is not a JSON object.
+        UserError: there is none, it can't be read, or it is not a JSON object.
     """
     file = folder / "config.json"
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise UserError(f"reading the model in {folder}: it has no config.json. Give a folder in MLX's or Hugging Face's layout.") from None
-    except ValueError as error:
+    except OSError as error:
+        raise UserError(f"reading {file}: {error.strerror}.") from None
+    except (ValueError, RecursionError) as error:
         raise UserError(f"reading {file}: it is not JSON ({error}). Download the model again.") from None
     if not isinstance(config, dict):
         raise UserError(f"reading {file}: expected a JSON object, found {type(config).__name__}.")
@@ -130,12 +135,15 @@ def load_spec(config: Mapping[str, Any], source: str = "config.json") -> ModelSp
     family = FAMILIES.get(str(model_type))
     if family is None:
         raise UserError(f"reading {source}: model_type {model_type!r} is not served. Served: {', '.join(sorted(FAMILIES))}.")
-    if config.get("quantization_config") and not config.get("quantization"):
-        method = config["quantization_config"].get("quant_method", "unknown") if isinstance(config["quantization_config"], dict) else "unknown"
-        raise UserError(f"reading {source}: the weights are quantised by {method!r}. Give the unquantised model, or one that mlx_lm.convert quantised.")
+    if (theirs := config.get("quantization_config")) and not config.get("quantization"):
+        method = theirs.get("quant_method") if isinstance(theirs, dict) else None
+        found = f"the weights are quantised by {method!r}" if method else "it has 'quantization_config' but not MLX's 'quantization', which mlx-lm wants too"
+        raise UserError(f"reading {source}: {found}. Give the unquantised model, or one that mlx_lm.convert quantised.")
 
     heads, width = value("num_attention_heads"), value("hidden_size")
     layers, kv_heads = value("num_hidden_layers"), value("num_key_value_heads", heads)
+    if layers > MOST_LAYERS:
+        raise UserError(f"reading {source}: 'num_hidden_layers' is {layers}, expected at most {MOST_LAYERS}. Download the model again.")
     head_dim = value("head_dim", width // heads) if family.own_head_dim else width // heads
     if heads % kv_heads or head_dim % 2 or head_dim == 0:
         raise UserError(f"reading {source}: {heads} heads of width {head_dim} over {kv_heads} key/value heads do not fit together.")
@@ -171,8 +179,9 @@ def _value(config: Mapping[str, Any], source: str, key: str, default: Any = None
     found = default if found is None else found
     if found is None:
         raise UserError(f"reading {source}: it lacks {key!r}. Download the model again.")
-    if not isinstance(found, kind) or (isinstance(found, bool) and kind is not bool) or (not isinstance(found, bool) and not found > 0):
-        raise UserError(f"reading {source}: {key!r} is {found!r}, expected {'true or false' if kind is bool else 'a positive number'}.")
+    if not isinstance(found, kind) or (isinstance(found, bool) and kind is not bool) or (kind is not bool and not 0 < found <= sys.float_info.max):
+        expected = "true or false" if kind is bool else "a positive whole number" if kind is int else "a positive number"
+        raise UserError(f"reading {source}: {key!r} is {reprlib.repr(found)}, expected {expected}.")
     return found
 
 
@@ -199,7 +208,7 @@ def _quantization(config: Mapping[str, Any], source: str) -> Mapping[str, Any]:
         mode, bits, group = setting.get("mode", "affine"), setting.get("bits"), setting.get("group_size", quantization.get("group_size", 64))
         if mode != "affine":
             raise UserError(f"reading {source}: {where} uses quantisation mode {mode!r}; served: affine. Convert the model with mlx_lm.convert -q.")
-        if bits not in BITS or group not in GROUP_SIZES:
+        if type(bits) is not int or type(group) is not int or bits not in BITS or group not in GROUP_SIZES:
             raise UserError(f"reading {source}: {where} has {bits} bits in groups of {group}; served: bits {BITS}, groups {GROUP_SIZES}.")
     return quantization
 
@@ -226,7 +235,7 @@ def _rope(config: Mapping[str, Any], family: Family, dims: int, source: str) -> 
         if kind == "llama3":
             return Rope(dims, plain.base, plain.traditional, wavelengths=_llama3(own, scaling, factor))
         return Rope(dims, plain.base, plain.traditional, wavelengths=_yarn(own, plain.base, scaling, factor), magnitude=_yarn_magnitude(scaling, factor))
-    except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
+    except (KeyError, TypeError, ValueError, ArithmeticError) as error:
         raise UserError(f"reading {source}: the RoPE scaling {dict(scaling)} of type {kind!r} can't be used ({error!r}).") from None
 
 

@@ -1,6 +1,6 @@
 """Whether the tensors on disk are those that the spec needs, before anything is computed with them."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from mesp_mlx.errors import UserError
 from mesp_mlx.model.spec import ModelSpec
@@ -10,24 +10,33 @@ FLOATS = ("F32", "F16", "BF16")
 SHOWN = 8  # lines of a list in one message
 
 
-def check(spec: ModelSpec, entries: Mapping[str, Entry]) -> None:
-    """Raise UserError when a tensor is missing or has the wrong shape or type; the message names tensors and files."""
-    missing = [name for name in spec.tensors() if name not in entries]
-    if missing:
-        where = sorted({str(entry.file.parent) for entry in entries.values()})
-        raise UserError(f"reading weights in {', '.join(where)}: {len(missing)} tensors that a {spec.model_type} model needs are missing:{_list(missing)}")
-    wrong = [problem for name, shape in spec.tensors().items() if (problem := _problem(spec, entries, name, shape))]
-    if wrong:
+def check(spec: ModelSpec, entries: Mapping[str, Entry], dtypes: Sequence[str] = FLOATS) -> None:
+    """Raise UserError when a tensor is missing, unknown, or of the wrong shape or type; the message names tensors and files.
+
+    dtypes are those that a tensor without scales may have. Unknown tensors are those that mlx-lm refuses too: it drops old files'
+    rotary frequencies, and lm_head.weight where the embedding is the head.
+    """
+    wanted = spec.tensors()
+    where = ", ".join(sorted({str(entry.file.parent) for entry in entries.values()}))
+    if missing := [name for name in wanted if name not in entries]:
+        raise UserError(f"reading weights in {where}: {len(missing)} tensors that a {spec.model_type} model needs are missing:{_list(missing)}")
+    known = {*wanted, *(["lm_head.weight"] if spec.tied else [])}
+    for module in (name.removesuffix(".weight") for name, shape in wanted.items() if len(shape) == 2):
+        known |= {f"{module}.scales", f"{module}.biases"} if f"{module}.scales" in entries else set()
+    if unknown := [f"{name} in {entry.file.name}" for name, entry in entries.items() if name not in known and not name.endswith("rotary_emb.inv_freq")]:
+        what = f"{len(unknown)} tensors are no part of the {spec.model_type} model that config.json describes"
+        raise UserError(f"reading weights in {where}: {what}:{_list(unknown)}\nDownload or convert the model again.")
+    if wrong := [problem for name, shape in wanted.items() if (problem := _problem(spec, entries, name, shape, dtypes))]:
         raise UserError(f"reading weights: {len(wrong)} tensors do not fit config.json:{_list(wrong)}\nDownload or convert the model again.")
 
 
-def _problem(spec: ModelSpec, entries: Mapping[str, Entry], name: str, shape: tuple[int, ...]) -> str | None:
+def _problem(spec: ModelSpec, entries: Mapping[str, Entry], name: str, shape: tuple[int, ...], dtypes: Sequence[str]) -> str | None:
     entry, module = entries[name], name.removesuffix(".weight")
     scales, biases = entries.get(f"{module}.scales"), entries.get(f"{module}.biases")
     if not name.endswith(".weight") or scales is None:
-        if entry.shape != shape or entry.dtype not in FLOATS:
+        if entry.shape != shape or entry.dtype not in dtypes:
             hint = " (packed without scales?)" if entry.dtype == "U32" else ""
-            return f"{name} in {entry.file.name}: {entry.dtype} {list(entry.shape)}, expected {'/'.join(FLOATS)} {list(shape)}{hint}"
+            return f"{name} in {entry.file.name}: {entry.dtype} {list(entry.shape)}, expected {'/'.join(dtypes)} {list(shape)}{hint}"
         return None
     quantized = spec.quantized_as(module)
     if quantized is None:

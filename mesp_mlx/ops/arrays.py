@@ -54,12 +54,6 @@ def evaluator(room_bytes: int) -> Callable[[Any], Any]:
     return evaluate_within
 
 
-def depends(a: mx.array, after: Any) -> mx.array:
-    """The array, not to be computed before `after` (an array or a list of them): how tiles are kept in order."""
-    after = after if isinstance(after, list) else [after]
-    return mx.depends([a], after)[0] if after else a
-
-
 def take_rows(a: mx.array, index: mx.array) -> mx.array:
     """Rows of a [N, ...] at integer index [n] -> [n, ...]."""
     return mx.take(a, index, axis=0)

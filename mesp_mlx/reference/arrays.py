@@ -44,11 +44,6 @@ def evaluator(room_bytes: int) -> Callable[[Any], Any]:
     return evaluate
 
 
-def depends(a: np.ndarray, after: Any) -> np.ndarray:
-    """The array itself: NumPy computes in the order of the program."""
-    return a
-
-
 def take_rows(a: np.ndarray, index: np.ndarray) -> np.ndarray:
     """Rows of a [N, ...] at integer index [n] -> [n, ...]."""
     return a[index]

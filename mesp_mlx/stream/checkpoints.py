@@ -14,6 +14,3 @@ class Checkpoints:
 
     def pop(self) -> Any:
         return self._stack.pop()
-
-    def __len__(self) -> int:
-        return len(self._stack)

@@ -94,19 +94,21 @@ def read_header(file: Path) -> tuple[dict[str, Entry], dict[str, str]]:
 
 
 def read_folder(folder: Path) -> dict[str, Entry]:
-    """The entries of every weight file of a model folder: those its index names, else all `*.safetensors` but adapters.
+    """The entries of every weight file of a model folder: those its index names, else `model*.safetensors`, else all but adapters.
 
     Raises:
-        UserError: there are no weight files, or one that the index names is missing or broken.
+        UserError: there are no weight files, one is missing or broken, or the index can't be read.
     """
     index = folder / "model.safetensors.index.json"
-    if index.is_file():
-        try:
-            files = sorted({folder / name for name in json.loads(index.read_text())["weight_map"].values()})
-        except (ValueError, KeyError, AttributeError, TypeError):
-            raise UserError(f"reading {index}: it is not a safetensors index (a JSON object with weight_map). Download the model again.") from None
-    else:
-        files = sorted(file for file in folder.glob("*.safetensors") if not file.name.startswith("adapter"))
+    try:
+        files = sorted({folder / name for name in json.loads(index.read_text())["weight_map"].values()})
+    except FileNotFoundError:
+        named = sorted(folder.glob("model*.safetensors"))  # not Mistral's consolidated.safetensors beside them, the same weights under other names
+        files = named or sorted(file for file in folder.glob("*.safetensors") if not file.name.startswith("adapter"))
+    except OSError as error:
+        raise UserError(f"reading {index}: {error.strerror}.") from None
+    except (ValueError, RecursionError, KeyError, AttributeError, TypeError):
+        raise UserError(f"reading {index}: it is not a safetensors index (a JSON object with weight_map). Download the model again.") from None
     if not files:
         raise UserError(f"reading the model in {folder}: it has no .safetensors file.")
     entries: dict[str, Entry] = {}

@@ -162,7 +162,7 @@ class Settings(Section):
     grad_checkpoint: bool = Field(default=False, description="accepted for mlx-lm's sake: activations are always recomputed")
     json_log: Place | None = Field(default=None, min_length=1, description="file for one JSON object per event")
     sample_prompt: str | None = Field(default=None, min_length=1, description="what to ask before and after training")
-    reply_tokens: Int = Field(default=60, ge=0, description="longest reply to it, in tokens, 0 = none")
+    reply_tokens: Int = Field(default=40, ge=0, description="longest reply to it, in tokens, 0 = none")
 
     @model_validator(mode="after")
     def _make_sense_together(self):

@@ -106,15 +106,15 @@ def run(settings: Settings) -> None:
                 saved = f"the adapter as it stands is in {save(adapters.ADAPTER_FILE)}"
                 raise
             saved = f"the adapter is in {folder / adapters.ADAPTER_FILE}"
-            reply_before, reply_after = tokens.decode(model.folder, [reply_before, reply()])
+            replies = tokens.decode(model.folder, [reply_before, reply()]) if settings.reply_tokens else [None, None]
         except KeyboardInterrupt:
             report.note(f"interrupted: {saved}")
             raise
         report.end(
             val_loss_before=before,
             val_loss_after=after,
-            reply_before=reply_before,
-            reply_after=reply_after,
+            reply_before=replies[0],
+            reply_after=replies[1],
             allocator_peak_bytes=measure.allocator_peak_bytes(arrays),
             process_peak_bytes=measure.process_peak_bytes(),
             seconds=time.perf_counter() - started,

@@ -301,3 +301,22 @@ def frobenius_error(found: dict[str, np.ndarray], truth: dict[str, np.ndarray]) 
     """The distance of two adapters, relative to the size of the second."""
     apart, size = (sum(float(np.square(array).sum()) for array in arrays.values()) for arrays in (difference(found, truth), truth))
     return math.sqrt(apart / size)
+
+
+def test_no_reply_is_asked_for(go):
+    end = go(reply_tokens=0, iters=1).events[-1]
+    assert (end["event"], end["reply_before"], end["reply_after"]) == ("end", None, None)
+
+
+def test_what_is_asked_is_short(go, tmp_path, capsys):
+    """Without --sample-prompt the shortest question of the file is asked: every token of a reply is a pass over all of it."""
+    rows = chat_rows(12)
+    rows[0]["messages"][0]["content"] = "word " * 40
+    rows[5]["messages"][0]["content"] = "Hm?"
+    go(data_folder(tmp_path / "long", rows), iters=1)
+    assert "Hm?" in capsys.readouterr().out
+
+
+def test_no_row_is_held_out_where_no_validation_is_asked_for(go, tmp_path):
+    (start,) = go(data_folder(tmp_path / "ten", chat_rows(10)), iters=1, val_batches=0).of("start")
+    assert (start["rows"], start["validation_rows"]) == (10, 0)

@@ -1,5 +1,6 @@
 """The rows of a run: tokens of both splits, which rows are used, where they are cut and how they are padded."""
 
+import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +13,9 @@ from mesp_mlx.data.group import Group
 from mesp_mlx.data.tokens import TokenSet, read
 from mesp_mlx.errors import UserError
 from mesp_mlx.model.spec import ModelSpec
+
+ROWS_ASKED = 50  # rows among which the shortest question is asked, where the user asks none
+PROMPT_TOKENS = 256  # of a question at most: every token of a reply is a pass over all of it
 
 
 @dataclass(frozen=True)
@@ -59,7 +63,7 @@ def read_rows(settings: Settings, files: Mapping[str, Path | None], model_folder
         raise UserError(f"--max-seq-length is {settings.max_seq_length}, but the model was made for {spec.max_positions} positions. Lower it.")
     train_file = files["train"]
     assert train_file is not None
-    question = settings.sample_prompt or _first_question(files.get("valid") or train_file)
+    question = settings.sample_prompt or _short_question(files.get("valid") or train_file)
     used = {split: files.get(split) for split in ("train", "valid")}
     encoded = tokens.encode(model_folder, used, cache, prompt=[{"role": "user", "content": question}], mask_prompt=settings.mask_prompt)
     train_set = encoded.sets["train"]
@@ -86,13 +90,13 @@ def read_rows(settings: Settings, files: Mapping[str, Path | None], model_folder
         train, valid = batches.split_rows(train_set, train, settings.seed)
     lengths = np.concatenate([train_set.lengths(limit)[train], valid_set.lengths(limit)[valid]])
     widths = batches.padded_widths(lengths)
-    return Rows(train_set, valid_set, train, valid, limit, widths, cut, skipped, question, encoded.prompt_ids, encoded.stop_ids)
+    return Rows(train_set, valid_set, train, valid, limit, widths, cut, skipped, question, encoded.prompt_ids[-min(limit, PROMPT_TOKENS) :], encoded.stop_ids)
 
 
-def _first_question(file: Path) -> str:
-    """What the first row of a file asks: its first user turn, or the first words of a text."""
-    row = next(formats.read_rows(file), None)
-    if row is None:
-        return "Hello"
-    turns = [turn["content"] for turn in row.messages or () if turn["role"] == "user" and isinstance(turn.get("content"), str)]
-    return turns[0] if turns else " ".join((row.text or "Hello").split()[:8])
+def _short_question(file: Path) -> str:
+    """The shortest question among a file's first rows: of a chat its first user turn, of a text its first words. A long one would make replies slow."""
+    questions = []
+    for row in itertools.islice(formats.read_rows(file), ROWS_ASKED):
+        turns = [turn["content"] for turn in row.messages or () if turn["role"] == "user" and isinstance(turn.get("content"), str)]
+        questions.append(turns[0] if turns else " ".join((row.text or "Hello").split()[:8]))
+    return min(questions, key=len, default="Hello")

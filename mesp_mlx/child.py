@@ -3,6 +3,7 @@
 The child is `python -m MODULE`. It reads one request (JSON) from its standard input and writes one answer (JSON) to its standard output.
 """
 
+import contextlib
 import json
 import os
 import subprocess
@@ -11,6 +12,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from mesp_mlx.errors import UserError
+from mesp_mlx.interrupt import Interrupts
 
 
 def ask(module: str, request: dict[str, Any], doing: str, environment: Mapping[str, str] | None = None, quiet: bool = True) -> dict[str, Any]:
@@ -22,17 +24,30 @@ def ask(module: str, request: dict[str, Any], doing: str, environment: Mapping[s
     found_as_here = {"PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path), "PYTHONUTF8": "1"}
     command = [sys.executable, "-m", module]
     errors = subprocess.PIPE if quiet else None
-    done = subprocess.run(
-        command, input=json.dumps(request).encode(), stdout=subprocess.PIPE, stderr=errors, env={**os.environ, **found_as_here, **(environment or {})}
-    )
+    environment = {**os.environ, **found_as_here, **(environment or {})}
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, env=environment)
     try:
-        answer = json.loads(done.stdout)
+        output, said = process.communicate(json.dumps(request).encode())
+    except BaseException:
+        _end(process)
+        raise
+    try:
+        answer = json.loads(output)
     except ValueError:
-        last = "".join((done.stderr or b"").decode(errors="replace").strip().splitlines()[-1:])
-        raise UserError(f"{doing} failed: {last or f'the process that does it ended with status {done.returncode}, perhaps for lack of memory'}.") from None
+        last = "".join((said or b"").decode(errors="replace").strip().splitlines()[-1:])
+        raise UserError(f"{doing} failed: {last or f'the process that does it ended with status {process.returncode}, perhaps for lack of memory'}.") from None
     if "error" in answer:
         raise UserError(answer["error"])
     return answer
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """Wait for a child that was interrupted too to clean up; ask one that was not to; end one that does not listen."""
+    for ask_for_it, seconds in ((lambda: None, 1), (process.terminate, 10), (process.kill, None)):
+        ask_for_it()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(seconds)
+            return
 
 
 def answer(serve: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
@@ -41,7 +56,8 @@ def answer(serve: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
     answer_to = os.dup(1)
     os.dup2(2, 1)  # whatever libraries print goes to standard error: standard output is for the answer alone
     try:
-        result = serve(request)
+        with Interrupts():
+            result = serve(request)
     except UserError as error:
         result = {"error": str(error)}
     except KeyboardInterrupt:  # the parent was interrupted too, and says so

@@ -256,12 +256,6 @@ def test_missing_and_broken_tokenizers(tmp_path):
         encode(tmp_path / "model", {"train": file}, tmp_path / "cache", prompt=PROMPT)
 
 
-def test_a_child_that_dies_is_an_error_with_its_last_words(tmp_path, monkeypatch):
-    monkeypatch.setattr(subprocess, "run", lambda command, **_: subprocess.CompletedProcess(command, -9, b"", b"noise\nout of memory\n"))
-    with pytest.raises(UserError, match="failed: out of memory"):
-        decode(tmp_path, [[1]])
-
-
 def test_a_tokenizer_without_offsets_is_read_by_decoding(tmp_path):
     from transformers import ByT5Tokenizer
 

@@ -88,7 +88,7 @@ def run(settings: Settings) -> None:
                 effective_scale=lora.effective_scale,
                 rows=len(chosen.train),
                 validation_rows=len(chosen.valid),
-                held_out=chosen.valid_set is chosen.train_set,
+                held_out=chosen.valid_set is chosen.train_set and len(chosen.valid) > 0,
                 tokens=chosen.tokens(),
                 supervised_share=chosen.supervised_share(),
                 max_seq_length=chosen.limit,

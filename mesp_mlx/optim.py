@@ -22,8 +22,6 @@ Rule = Callable[[Any, Any, dict[str, Any], int, float], Any]
 class Optimizer:
     """An optimizer and what it remembers: the number of updates made, and each tensor's moments, by adapter tensor name."""
 
-    name: str
-    options: dict[str, Any]
     backend: Any
     rule: Rule
     slots: tuple[str, ...]
@@ -56,7 +54,7 @@ def make(name: str, options: Mapping[str, Any], backend: Any) -> Optimizer:
     full = {"sgd": SGD, "adam": ADAM, "adamw": ADAM | {"weight_decay": 0.0}}[name] | dict(options)
     slots = (("v",) if full["momentum"] > 0 else ()) if name == "sgd" else ("m", "v")
     rule = _mlx_rule(name, full) if backend.arrays.name == "mlx" else _numpy_rule(name, full)
-    return Optimizer(name, full, backend, rule, slots)
+    return Optimizer(backend, rule, slots)
 
 
 def clip_factor(norm: float, limit: float) -> float:

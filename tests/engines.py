@@ -56,6 +56,22 @@ class Gathered(HeldSink):
         return self._gradients
 
 
+class RecordingStore(Store):
+    """A store that writes down what is loaded and freed."""
+
+    def __init__(self, *arguments: Any):
+        super().__init__(*arguments)
+        self.events: list[str] = []
+
+    def load(self, stage: Any) -> Any:
+        self.events.append(f"load {stage.name}")
+        return super().load(stage)
+
+    def free(self, stage: Any, weights: Any) -> None:
+        self.events.append(f"free {stage.name}")
+        super().free(stage, weights)
+
+
 def worst_error(found: Mapping[str, np.ndarray], truth: Mapping[str, np.ndarray]) -> float:
     """The largest, over tensors, of max|difference| / max|truth|; not a number where either is not."""
     assert found.keys() == truth.keys()

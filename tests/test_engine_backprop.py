@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from engines import SCALE, Gathered, autodiff_of_mlx_lm, one_pass, random_adapter, random_group, worst_error
+from engines import SCALE, Gathered, RecordingStore, autodiff_of_mlx_lm, one_pass, random_adapter, random_group, worst_error
 from models import VARIANTS, make_model, tiny_config, variant_config
 
 from mesp_mlx import reference
@@ -14,7 +14,6 @@ from mesp_mlx.model.model import build
 from mesp_mlx.model.spec import PROJECTIONS, load_spec, read_config
 from mesp_mlx.model.stages import Batch, Dropout
 from mesp_mlx.stream.safetensors import read_folder
-from mesp_mlx.stream.store import Store
 
 try:
     from mesp_mlx import ops
@@ -183,29 +182,14 @@ class Recorder:
         return self.inner.loss(*arguments)
 
 
-class RecordingStore(Store):
-    def __init__(self, events: list[str], *arguments: Any):
-        super().__init__(*arguments)
-        self.events = events
-
-    def load(self, stage: Any) -> Any:
-        self.events.append(f"load {stage.name}")
-        return super().load(stage)
-
-    def free(self, stage: Any, weights: Any) -> None:
-        self.events.append(f"free {stage.name}")
-        super().free(stage, weights)
-
-
 def events_of_a_pass(folder, backend, adapter) -> list[str]:
-    spec, events = load_spec(read_config(folder)), []
-    model = build(spec, backend, SCALE)
-    segments: Any = tuple(tuple(Recorder(stage, events) for stage in segment) for segment in model.segments)
-    recorded = dataclasses.replace(model, embedding=Recorder(model.embedding, events), segments=segments, head=Recorder(model.head, events))
-    arrays = {name: backend.arrays.asarray(value) for name, value in adapter.items()}
-    with RecordingStore(events, read_folder(folder), spec, backend) as store:
-        loss_and_gradients(recorded, store, arrays, [Batch(GROUPS[0])], Gathered(backend))
-    return [event.replace("model.layers.", "").replace("model.embed_tokens", "embedding").replace("self_attn", "attention") for event in events]
+    spec = load_spec(read_config(folder))
+    model, arrays = build(spec, backend, SCALE), {name: backend.arrays.asarray(value) for name, value in adapter.items()}
+    with RecordingStore(read_folder(folder), spec, backend) as store:
+        segments: Any = tuple(tuple(Recorder(stage, store.events) for stage in segment) for segment in model.segments)
+        ends: Any = {"embedding": Recorder(model.embedding, store.events), "head": Recorder(model.head, store.events)}
+        loss_and_gradients(dataclasses.replace(model, segments=segments, **ends), store, arrays, [Batch(GROUPS[0])], Gathered(backend))
+    return [event.replace("model.layers.", "").replace("model.embed_tokens", "embedding").replace("self_attn", "attention") for event in store.events]
 
 
 @pytest.mark.parametrize("backend", BACKENDS, ids=names)

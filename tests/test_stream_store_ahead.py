@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from backends import BACKENDS, each_backend, mx, needs_mlx, numbers
-from engines import Gathered, random_adapter, random_group
+from engines import Gathered, RecordingStore, random_adapter, random_group
 from models import make_model, tiny_config
 from stored import SPEC, Piece, assert_same, size_bytes, write, write_modules
 
@@ -31,22 +31,6 @@ def folder(tmp_path_factory):
 A, B, C = Piece("a", ("plain", "norm")), Piece("b", ("half",)), Piece("c", ("four", "brain"))
 
 
-class Recording(Store):
-    """Writes down what is loaded and freed."""
-
-    def __init__(self, *arguments: Any):
-        super().__init__(*arguments)
-        self.events: list[str] = []
-
-    def load(self, stage: Any) -> Any:
-        self.events.append(f"load {stage.name}")
-        return super().load(stage)
-
-    def free(self, stage: Any, weights: Any) -> None:
-        self.events.append(f"free {stage.name}")
-        super().free(stage, weights)
-
-
 def opened(store, stage, folder, during=()):
     """Open a stage and check all of it."""
     with store.open(stage) as w:
@@ -59,7 +43,7 @@ def opened(store, stage, folder, during=()):
 
 @each_backend
 def test_one_stage_is_read_ahead(folder, backend):
-    with Recording(read_folder(folder), SPEC, backend) as store:
+    with RecordingStore(read_folder(folder), SPEC, backend) as store:
         store.expect([A, B, C, A])
         opened(store, A, folder)
         opened(store, B, folder, during=[C])
@@ -75,7 +59,7 @@ def test_one_stage_is_read_ahead(folder, backend):
 @each_backend
 def test_an_unexpected_stage_gets_its_own_weights(folder, backend):
     """What was read ahead for another is dropped; the order given still holds afterwards."""
-    with Recording(read_folder(folder), SPEC, backend) as store:
+    with RecordingStore(read_folder(folder), SPEC, backend) as store:
         opened(store, C, folder)  # nothing was expected
         store.expect([A, B, A])
         opened(store, A, folder)
@@ -97,7 +81,7 @@ def test_an_unexpected_stage_gets_its_own_weights(folder, backend):
 
 
 def test_an_error_inside_the_block_closes_the_stage(folder):
-    with Recording(read_folder(folder), SPEC, reference) as store:
+    with RecordingStore(read_folder(folder), SPEC, reference) as store:
         store.expect([A, B])
         with pytest.raises(KeyboardInterrupt), store.open(A) as w:
             raise KeyboardInterrupt
@@ -133,7 +117,7 @@ def test_a_stage_waits_for_a_slow_disk(folder, backend, monkeypatch):
         really(*arguments)
 
     monkeypatch.setattr(stores, "read_into", slowly)
-    with Recording(read_folder(folder), SPEC, backend) as store:
+    with RecordingStore(read_folder(folder), SPEC, backend) as store:
         store.expect([A, C, B])
         for stage in (A, C, B):
             opened(store, stage, folder)

@@ -26,14 +26,6 @@ def allocator_peak_bytes(backend_name: str) -> int | None:
     return mx.get_peak_memory()
 
 
-def reset_allocator_peak(backend_name: str) -> None:
-    """Start counting the peak anew."""
-    if backend_name == "mlx":
-        import mlx.core as mx
-
-        mx.reset_peak_memory()
-
-
 @contextmanager
 def small_cache(backend_name: str) -> Iterator[None]:
     """While entered, MLX keeps few freed buffers, glibc none, and the allocator's peak is counted anew; MLX's limits are restored after.

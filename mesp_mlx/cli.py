@@ -1,4 +1,4 @@
-"""Verbs and flags. No logic: what was given goes to `config.load`, what comes back to `finetune.run`."""
+"""Verbs and flags. No logic: what was given goes to `sources.load`, what comes back to `finetune.run`."""
 
 import errno
 import io
@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from mesp_mlx import __version__, config
+from mesp_mlx import __version__, config, sources
 from mesp_mlx.errors import RunStopped, UserError
 
 app = typer.Typer(name="mesp-mlx", add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
@@ -60,6 +60,10 @@ def finetune(
     mask_prompt: Annotated[bool | None, _flag("mask_prompt")] = None,
     max_seq_length: Annotated[int | None, _flag("max_seq_length")] = None,
     seed: Annotated[int | None, _flag("seed")] = None,
+    method: Annotated[str | None, _flag("method")] = None,
+    tiled_head: Annotated[bool | None, _flag("tiled_head", "--tiled-head")] = None,
+    mezo_epsilon: Annotated[float | None, _flag("mezo_epsilon")] = None,
+    mezo_perturbations: Annotated[int | None, _flag("mezo_perturbations")] = None,
     backend: Annotated[str | None, _flag("backend")] = None,
     quantize: Annotated[str | None, _flag("quantize")] = None,
     val_batches: Annotated[int | None, _flag("val_batches")] = None,
@@ -84,10 +88,56 @@ def finetune(
 ) -> None:
     """Train a LoRA adapter for a language model."""
     flags = locals()
-    settings = config.load(flags.pop("config_file"), flags)
+    settings = sources.load(flags.pop("config_file"), flags)
     from mesp_mlx.finetune import run  # here, so that --help and a bad flag answer at once
 
     run(settings)
+
+
+@app.command("check-gradients")
+def check_gradients(
+    model: Annotated[str, _flag("model")],
+    data: Annotated[str | None, typer.Option(help="rows to compute the gradients of: a folder, a .jsonl file, or demo (default: random tokens)")] = None,
+    seq: Annotated[int, typer.Option(min=8, help="tokens of the row")] = 64,
+    layers: Annotated[int, typer.Option(min=1, help="first layers that are also compared with NumPy in float64 (more than there are: all)")] = 2,
+    rank: Annotated[int, typer.Option(min=1, help="rank of the random adapter")] = 8,
+    backend: Annotated[str, _flag("backend")] = "auto",
+    quantize: Annotated[str, _flag("quantize")] = "4",
+    seed: Annotated[int, typer.Option(min=0, help="seed of the adapter and of random tokens")] = 0,
+    json_file: Annotated[str | None, typer.Option("--json", help="file for the figures")] = None,
+) -> int:
+    """Compare the structured gradients of a model with autodiff's; exit code 1 if they differ."""
+    from mesp_mlx.check_gradients import run
+
+    return run(model, data, seq, layers, rank, backend, quantize, seed, json_file)
+
+
+@app.command()
+def compare(
+    out: Annotated[str, typer.Option(help="folder for compare.json and the pictures")],
+    model: Annotated[str | None, _flag("model")] = None,
+    data: Annotated[str | None, _flag("data")] = None,
+    config_file: Annotated[str | None, typer.Option("-c", "--config", help="YAML file with settings, as finetune's; flags override it")] = None,
+    methods: Annotated[str, typer.Option(help=f"comma-separated, of {', '.join(config.VARIANTS)}")] = "mesp,mebp,mezo,backprop",
+    iters: Annotated[int, typer.Option(min=1, help="iterations of each method")] = 20,
+    rank: Annotated[int | None, _flag("rank")] = None,
+    num_layers: Annotated[int | None, _flag("num_layers")] = None,
+    optimizer: Annotated[str | None, typer.Option(help="sgd, adam or adamw, of the exact methods; mezo's is sgd")] = None,
+    learning_rate: Annotated[float | None, typer.Option(help="highest learning rate, of the exact methods")] = None,
+    mezo_learning_rate: Annotated[float | None, typer.Option(help="mezo's")] = None,
+    mezo_perturbations: Annotated[int | None, _flag("mezo_perturbations")] = None,
+    batch_size: Annotated[int | None, _flag("batch_size")] = None,
+    max_seq_length: Annotated[int | None, _flag("max_seq_length")] = None,
+    seed: Annotated[int | None, _flag("seed")] = None,
+    backend: Annotated[str | None, _flag("backend")] = None,
+    quantize: Annotated[str | None, _flag("quantize")] = None,
+) -> int:
+    """Train by each method in turn, measure each in a process of its own, and draw what was measured."""
+    flags = locals()
+    out, file, names = flags.pop("out"), flags.pop("config_file"), flags.pop("methods")
+    from mesp_mlx.compare import run
+
+    return run(out, file, names, flags)
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -1,18 +1,15 @@
-"""The one home of defaults. Flags override a YAML file, which overrides the demo's recipe, which overrides what stands here.
+"""The one home of defaults. Flags override a YAML file, which overrides the method's own, the demo's recipe and what stands here (see sources.py).
 
 Keys and flags are mlx-lm's where it has one for the same thing (LORA.md of mlx-lm 0.32). What is not served is refused by name.
 """
 
-import difflib
 import os
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal
 
 import platformdirs
-import yaml
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
-from mesp_mlx.errors import UserError
 from mesp_mlx.schedule import Float, Int, Schedule, rate
 
 MAX_SEQ_LENGTH_CAP = 2048  # tokens; the longest row counts up to here unless max_seq_length is given
@@ -31,16 +28,19 @@ NOT_SERVED = {
     "trust_remote_code": "code that comes with a model is never run",
     "clear_cache_threshold": "the memory cache has a fixed limit here",
 }
-SILENT_IN_FILES = ("test_batches",)  # mlx-lm's own files give it without test, when nothing reads it
-LATER_CHOICES = {"fine_tune_type": ("dora", "full"), "optimizer": ("muon", "adafactor")}
-ALTERNATIVES = [("iters", "epochs"), ("scale", "alpha")]
-LORA_FLAGS = ("rank", "scale", "alpha", "dropout", "keys")
-WORDS: dict[str, str] = {  # for pydantic's errors
-    **dict.fromkeys(("int_type", "int_parsing", "int_from_float"), "a whole number"),
-    **dict.fromkeys(("float_type", "float_parsing"), "a number"),
-    **dict.fromkeys(("bool_type", "bool_parsing"), "true or false"),
-    "string_type": "text", "string_too_short": "text", "tuple_type": "a list", "model_type": "a mapping, key: value",
-}  # fmt: skip
+
+
+# Methods as they are compared: settings by name.
+VARIANTS: dict[str, dict[str, Any]] = {
+    "mesp": {"method": "mesp"},
+    "mebp": {"method": "mebp"},
+    "mebp-tiled": {"method": "mebp", "tiled_head": True},
+    "mezo": {"method": "mezo"},
+    "backprop": {"method": "backprop"},
+    "backprop-checkpointed": {"method": "backprop", "grad_checkpoint": True},
+}
+# Of methods whose defaults aren't the ones below. MeZO moves along a few random directions: Adam's moments and a clipped norm mean little there.
+METHOD_DEFAULTS: dict[str, dict[str, Any]] = {"mezo": {"learning_rate": 1e-4, "optimizer": "sgd", "grad_clip": 0.0}}
 
 
 def _words(value: Any) -> Any:
@@ -126,6 +126,12 @@ class Settings(Section):
     data: Place = Field(min_length=1, description="a folder with train.jsonl (and valid.jsonl), one .jsonl file, or demo")
     train: Literal[True] = Field(default=True, description="accepted for mlx-lm's sake: finetune always trains")
     fine_tune_type: Literal["lora"] = Field(default="lora", description="what is trained; dora and full come in a later version")
+    method: Literal["mesp", "mebp", "mezo", "backprop"] = Field(
+        default="mesp", description="how gradients are obtained: mesp (structured backward), mebp (autodiff by layer), mezo (losses alone), backprop (autodiff)"
+    )
+    tiled_head: bool = Field(default=False, description="mebp: the loss in tiles of the vocabulary, as mesp's")
+    mezo_epsilon: Float = Field(default=1e-3, gt=0, description="mezo: how far the adapter is moved to either side")
+    mezo_perturbations: Int = Field(default=1, ge=1, description="mezo: random directions of an update, whose estimates are averaged")
     backend: Literal["auto", "mlx", "numpy"] = Field(default="auto", description="auto, mlx or numpy; auto is mlx where there is a GPU")
     quantize: Annotated[Literal["4", "none"], BeforeValidator(lambda v: str(v) if type(v) is int else v)] = Field(
         "4", description="an unquantised model is quantised to 4 bits into the cache, or trained on as it is (none)"
@@ -159,7 +165,7 @@ class Settings(Section):
     adapter_path: Place = Field(default="adapters", min_length=1, description="folder the adapter is written to")
     overwrite: bool = Field(default=False, description="write into a folder that already holds a run")
     resume_adapter_file: Place | None = Field(default=None, min_length=1, description="adapter to start from")
-    grad_checkpoint: bool = Field(default=False, description="accepted for mlx-lm's sake: activations are always recomputed")
+    grad_checkpoint: bool = Field(default=False, description="backprop: recompute each layer's activations; mesp and mebp always do")
     json_log: Place | None = Field(default=None, min_length=1, description="file for one JSON object per event")
     sample_prompt: str | None = Field(default=None, min_length=1, description="what to ask before and after training")
     reply_tokens: Int = Field(default=40, ge=0, description="longest reply to it, in tokens, 0 = none")
@@ -170,6 +176,14 @@ class Settings(Section):
             raise ValueError(f"both iters ({self.iters}) and epochs ({self.epochs}) are given: keep one")
         if self.num_layers == 0:
             raise ValueError("num_layers is 0, which trains nothing: give the number of last layers to train, or -1 for all")
+        for name, method in {"tiled_head": "mebp", "mezo_epsilon": "mezo", "mezo_perturbations": "mezo"}.items():
+            if self.method != method and getattr(self, name) != type(self).model_fields[name].default:
+                raise ValueError(f"{name} is for method {method}, and method is {self.method}: remove it")
+        if self.method == "mezo":
+            ignored = {"lora_parameters.dropout": self.lora_parameters.dropout, "grad_clip": self.grad_clip, "grad_checkpoint": self.grad_checkpoint}
+            for name, value in ignored.items():
+                if value:
+                    raise ValueError(f"{name} is {value}, and method mezo has none: set it to {type(value)()}, or remove it")
         given = self.model_fields_set
         if self.lr_schedule.arguments:
             start = self.lr_schedule.arguments[0]
@@ -187,166 +201,6 @@ class Settings(Section):
     def optimizer_arguments(self) -> dict[str, Any]:
         """Keyword arguments for the optimizer of mlx.optimizers, learning rate apart."""
         return getattr(self.optimizer_config, self.optimizer).model_dump()
-
-
-def load(path: str | Path | None, overrides: dict[str, Any]) -> Settings:
-    """Settings from a YAML file (or none) and flags (None = not given; rank, scale, alpha, dropout and keys stand beside the rest).
-
-    Raises UserError, one message for everything that is wrong, with each key's file or flag.
-    """
-    layers = [("", _as_file(overrides))]
-    if path is not None:
-        layers.insert(0, (str(path), _read_yaml(Path(path))))
-    chosen = _merged(layers)
-    if chosen.get("model") == chosen.get("data") == "demo":
-        recipe = demo_folder() / "recipe.yaml"
-        layers.insert(0, (str(recipe), _read_yaml(recipe)))
-        chosen = _merged(layers)
-    try:
-        return Settings(**chosen)
-    except ValidationError as error:
-        problems = [_problem(details, layers) for details in error.errors()]
-        raise UserError("\n".join(["these settings can't be used:", *(f"  {problem}" for problem in problems)] if problems[1:] else problems)) from None
-
-
-def _as_file(overrides: dict[str, Any]) -> dict[str, Any]:
-    """Flags in the shape of a file: the adapter's under lora_parameters."""
-    flags = {key: value for key, value in overrides.items() if value is not None}
-    lora = {key: flags.pop(key) for key in LORA_FLAGS if key in flags}
-    return flags | ({"lora_parameters": lora} if lora else {})
-
-
-def _read_yaml(path: Path) -> dict[str, Any]:
-    try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UserError(f"reading the settings in {path}: {error.strerror or error}") from None
-    except UnicodeDecodeError:
-        raise UserError(f"reading the settings in {path}: not UTF-8 text") from None
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        where = f"{path}:{mark.line + 1}" if mark else str(path)
-        raise UserError(f"reading the settings in {where}: not YAML: {getattr(error, 'problem', None) or error}") from None
-    if not isinstance(content, dict):
-        raise UserError(f"reading the settings in {path}: expected `key: value` lines, found {'nothing' if content is None else repr(content)}")
-    return {str(key): value for key, value in content.items()}
-
-
-def _merged(layers: list[tuple[str, dict[str, Any]]]) -> dict[str, Any]:
-    chosen: dict[str, Any] = {}
-    for source, layer in layers:
-        chosen = _over(chosen, _served(layer, source))
-    return chosen
-
-
-def _served(layer: dict[str, Any], source: str) -> dict[str, Any]:
-    """A layer without mlx-lm's keys that ask for nothing. Raises UserError for one that asks for what isn't served."""
-    layer = _given(layer)
-    if layer.get("train") is False:
-        raise UserError(f"{_named('train', source)}: finetune always trains; remove it")
-    for key, reason in NOT_SERVED.items():
-        if layer.pop(key, None) and not (source and key in SILENT_IN_FILES):
-            raise UserError(f"{_named(key, source)} isn't served: {reason}")
-    if source:
-        layer.pop("config", None)  # the file's own name, in mlx-lm's
-    for key, choices in LATER_CHOICES.items():
-        if (choice := str(layer.get(key)).lower()) in choices:
-            served = ", ".join(get_args(Settings.model_fields[key].annotation))
-            raise UserError(f"{_named(key, source)}: '{choice}' {LATER}; served: {served}")
-    for key in ("optimizer_config", "lr_schedule"):
-        layer[key] = _inline(key, layer.get(key), source)
-    if isinstance(config := layer["optimizer_config"], dict):
-        for name in LATER_CHOICES["optimizer"]:
-            if config.get(name):
-                raise UserError(f"{_named('optimizer_config', source)}: '{name}' {LATER}")
-        layer["optimizer_config"] = {name: value for name, value in config.items() if name not in LATER_CHOICES["optimizer"]}
-    if isinstance(layer["lr_schedule"], str):
-        layer["lr_schedule"] = {"name": layer["lr_schedule"]}
-    if "target_modules" in layer:
-        lora = layer.get("lora_parameters", {})
-        if isinstance(lora, dict):
-            if lora.get("keys") is not None:
-                raise UserError(f"both {_named('keys', source)} and {_named('target_modules', source)} are given, and mean the same: keep one")
-            layer["lora_parameters"] = lora | {"keys": layer.pop("target_modules")}
-    return _given(layer)
-
-
-def _given(layer: dict[str, Any]) -> dict[str, Any]:
-    """Without nulls, which mlx-lm reads as not given."""
-    return {key: _given(value) if isinstance(value, dict) else value for key, value in layer.items() if value is not None}
-
-
-def _inline(key: str, value: Any, source: str) -> Any:
-    """A mapping written in a flag."""
-    if not (isinstance(value, str) and value.lstrip().startswith("{")):
-        return value
-    try:
-        return yaml.safe_load(value)
-    except yaml.YAMLError:
-        raise UserError(f"{_named(key, source)}: expected a YAML mapping, found {value!r}") from None
-
-
-def _over(low: dict[str, Any], high: dict[str, Any]) -> dict[str, Any]:
-    """high over low, mappings merged. A choice in high also drops what it replaces in low."""
-    for one, other in ALTERNATIVES:
-        if one in high or other in high:
-            low = _without(low, one, other)
-    schedule = high.get("lr_schedule")
-    if isinstance(schedule, dict) and schedule.get("arguments"):
-        low = _without(low, "learning_rate", "warmup")
-    both = [key for key in high if key != "lr_schedule" and isinstance(high[key], dict) and isinstance(low.get(key), dict)]
-    return low | high | {key: _over(low[key], high[key]) for key in both}
-
-
-def _without(layer: dict[str, Any], *keys: str) -> dict[str, Any]:
-    return {key: value for key, value in layer.items() if key not in keys}
-
-
-def _named(path: str, source: str) -> str:
-    """How the user wrote a key: in a file, or as a flag (source is empty)."""
-    if source:
-        return f"{path} in {source}"
-    flag, _, inside = path.removeprefix("lora_parameters.").partition(".")
-    return f"--{flag.replace('_', '-')}" + (f" ({inside})" if inside else "")
-
-
-def _problem(details: Any, layers: list[tuple[str, dict[str, Any]]]) -> str:
-    """One of pydantic's errors as one line."""
-    path = [str(part) for part in details["loc"] if not isinstance(part, int)]
-    if details["type"] == "missing":
-        return f"no {path[-1]} is given: --{path[-1]} takes {Settings.model_fields[path[-1]].description}"
-    message = details["msg"].removeprefix("Value error, ").removeprefix("Input should be ")
-    if path in ([], ["lora_parameters"]) and details["type"] == "value_error":
-        return message
-    name = _named(".".join(path), _source(path, layers))
-    if details["type"] == "extra_forbidden":
-        return f"unknown key {name}" + _did_you_mean(path)
-    if details["type"] == "value_error" and isinstance(details["input"], dict):
-        return f"{name}: {message}"
-    message = WORDS.get(details["type"]) or message.replace("greater than or equal to", "at least").replace("less than or equal to", "at most")
-    return f"{name}: found {details['input']!r}, expected {message.removeprefix('expected ')}"
-
-
-def _source(path: list[str], layers: list[tuple[str, dict[str, Any]]]) -> str:
-    """Where the value that was used came from: the last layer that has the key."""
-    for source, layer in reversed(layers):
-        if path[-1] == "keys" and "target_modules" in layer:
-            return source
-        inner: Any = layer
-        for part in path:
-            inner = inner.get(part) if isinstance(inner, dict) else None
-        if inner is not None:
-            return source
-    return layers[-1][0]
-
-
-def _did_you_mean(path: list[str]) -> str:
-    homes = {key: key for key in (*Settings.model_fields, *NOT_SERVED, "target_modules")}
-    homes |= {key: f"lora_parameters.{key}" for key in LoraParameters.model_fields}
-    if path[-1] in homes and len(path) == 1:
-        return f": write {homes[path[-1]]}"
-    close = difflib.get_close_matches(path[-1], homes, n=1)
-    return f": did you mean {homes[close[0]]}?" if close else ""
 
 
 def default_epochs(rows: int) -> int:
@@ -368,7 +222,8 @@ def where_we_differ(settings: Settings) -> str:
         del notes["learning_rate"]
     if settings.optimizer_config.adamw != AdamW():
         notes["optimizer"] = "AdamW (Adam)"
-    ours = [note for key, note in notes.items() if getattr(settings, key) == Settings.model_fields[key].default]
+    own = METHOD_DEFAULTS.get(settings.method, {})
+    ours = [note for key, note in notes.items() if key not in own and getattr(settings, key) == Settings.model_fields[key].default]
     return "where our defaults aren't mlx-lm's: " + "; ".join(ours) if ours else ""
 
 
@@ -376,8 +231,11 @@ def remarks(settings: Settings) -> list[str]:
     """Lines to print before a run about how the settings were understood."""
     lora = settings.lora_parameters
     lines = [f"scale {lora.effective_scale:g} = alpha {lora.alpha:g} / rank {lora.rank}"] if lora.alpha is not None else []
-    if settings.grad_checkpoint:
-        lines.append("grad_checkpoint: always so here, nothing changes")
+    if settings.grad_checkpoint and settings.method != "backprop":
+        lines.append(f"grad_checkpoint: method {settings.method} always recomputes, nothing changes")
+    if own := {key: value for key, value in METHOD_DEFAULTS.get(settings.method, {}).items() if getattr(settings, key) == value}:
+        shown = (f"{key} {f'{value:g}' if type(value) is float else value}" for key, value in own.items())
+        lines.append(f"defaults of method {settings.method}: {', '.join(shown)}")
     return lines + [line for line in [where_we_differ(settings)] if line]
 
 

@@ -2,9 +2,12 @@
 
 import os
 import time
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import numpy as np
 
@@ -12,8 +15,9 @@ from mesp_mlx import adapter as adapters
 from mesp_mlx import backend as backends
 from mesp_mlx import config, optim
 from mesp_mlx.config import Settings
-from mesp_mlx.data import batches, rows, tokens
+from mesp_mlx.data import batches, tokens
 from mesp_mlx.data.formats import find_files
+from mesp_mlx.data.rows import Rows, read_rows
 from mesp_mlx.engine.generate import greedy_reply
 from mesp_mlx.engine.train import Run, train
 from mesp_mlx.errors import UserError
@@ -21,12 +25,51 @@ from mesp_mlx.interrupt import Interrupts
 from mesp_mlx.memory import measure
 from mesp_mlx.model import source, weights
 from mesp_mlx.model.convert import require_space
-from mesp_mlx.model.model import build
+from mesp_mlx.model.model import Model, build
 from mesp_mlx.model.source import ModelFolder
 from mesp_mlx.model.spec import PROJECTIONS, ModelSpec, load_spec, read_config
 from mesp_mlx.report import Report
-from mesp_mlx.stream.safetensors import read_folder
+from mesp_mlx.stream.safetensors import Entry, read_folder
 from mesp_mlx.stream.store import Store
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A model, rows and a first adapter, settled but for the weights, which are read from a `store`."""
+
+    settings: Settings
+    backend: ModuleType
+    source: ModelFolder
+    spec: ModelSpec
+    entries: Mapping[str, Entry]
+    rows: Rows
+    modules: list[str]
+    adapter: dict[str, Any]
+    model: Model
+
+    def store(self, watch: Callable[[str], None] | None = None) -> Store:
+        """The model's weights, as the method reads them. `watch` is called with the name of each stage that is opened."""
+        return Store(self.entries, self.spec, self.backend, resident=self.settings.method == "backprop", watch=watch)
+
+
+def prepare(settings: Settings, files: Mapping[str, Path | None], backend: ModuleType) -> Prepared:
+    """Find the model, tokenise the rows in files, make the adapter: what a run needs before its first step.
+
+    Raises:
+        UserError: something the user can change.
+    """
+    found = source.resolve_apart(settings.model, config.cache_folder(), settings.quantize)
+    spec = load_spec(read_config(found.folder), str(found.folder / "config.json"))
+    entries = read_folder(found.folder)
+    weights.check(spec, entries)
+    lora = settings.lora_parameters
+    modules = adapters.choose_modules(spec, settings.num_layers, lora.keys)
+    rows = read_rows(settings, files, found.folder, spec, config.cache_folder() / "tokens")
+    adapter = _first_adapter(settings, spec, modules, backend)
+    stored = entries.get("model.embed_tokens.scales") or entries["model.embed_tokens.weight"]
+    dtype, group_tokens = backends.activation_dtype(backend, stored.dtype), batches.largest_group(rows.widths, settings.rows_per_update)
+    model = build(spec, backend, lora.effective_scale, group_tokens, dtype, settings.method, settings.tiled_head)
+    return Prepared(settings, backend, found, spec, entries, rows, modules, adapter, model)
 
 
 def run(settings: Settings) -> None:
@@ -39,7 +82,7 @@ def run(settings: Settings) -> None:
     """
     started = time.perf_counter()
     folder = _new_folder(settings)
-    files = find_files(config.demo_folder() if settings.data == "demo" else Path(settings.data))
+    files = data_files(settings)
     if settings.resume_adapter_file:
         adapters.read_entries(Path(settings.resume_adapter_file))
     backend = backends.choose(settings.backend)
@@ -53,47 +96,38 @@ def run(settings: Settings) -> None:
             report.note(line)
         saved = "nothing was written"
         try:
-            model = source.resolve_apart(settings.model, config.cache_folder(), settings.quantize)
-            spec = load_spec(read_config(model.folder), str(model.folder / "config.json"))
-            entries = read_folder(model.folder)
-            weights.check(spec, entries)
-
-            lora = settings.lora_parameters
-            modules = adapters.choose_modules(spec, settings.num_layers, lora.keys)
-            chosen = rows.read_rows(settings, files, model.folder, spec, config.cache_folder() / "tokens")
-            updates = _count_updates(settings, len(chosen.train), report)
-            adapter = _first_adapter(settings, spec, modules, backend)
-            stored = entries.get("model.embed_tokens.scales") or entries["model.embed_tokens.weight"]
-            group_tokens = batches.largest_group(chosen.widths, settings.rows_per_update)
-            stages = build(spec, backend, lora.effective_scale, group_tokens, backends.activation_dtype(backend, stored.dtype))
-            store = stack.enter_context(Store(entries, spec, backend))
+            prepared = prepare(settings, files, backend)
+            model, rows, adapter = prepared.model, prepared.rows, prepared.adapter
+            updates = _count_updates(settings, len(rows.train), report)
+            store = stack.enter_context(prepared.store())
 
             def save(name: str) -> Path:
                 with interrupts.held():
                     file = adapters.save(folder, adapter, backend, name)
-                    _write_config(folder, settings, spec, model)  # last: where nothing could be saved, no config claims a run
+                    write_config(folder, settings, prepared.spec, prepared.source)  # last: where nothing could be saved, no config claims a run
                     return file
 
             def reply() -> list[int]:
-                return greedy_reply(stages, store, adapter, chosen.prompt, chosen.stops, settings.reply_tokens)
+                return greedy_reply(model, store, adapter, rows.prompt, rows.stops, settings.reply_tokens)
 
             report.start(
-                model=model.name,
-                family=spec.model_type,
+                model=prepared.source.name,
+                family=prepared.spec.model_type,
                 backend=arrays,
-                modules=len(modules),
+                method=settings.method,
+                modules=len(prepared.modules),
                 parameters=sum(array.size for array in adapter.values()),
                 adapter_bytes=sum(array.nbytes for array in adapter.values()),
-                rank=lora.rank,
-                effective_scale=lora.effective_scale,
-                rows=len(chosen.train),
-                validation_rows=len(chosen.valid),
-                held_out=chosen.valid_set is chosen.train_set and len(chosen.valid) > 0,
-                tokens=chosen.tokens(),
-                supervised_share=chosen.supervised_share(),
-                max_seq_length=chosen.limit,
-                rows_cut=chosen.cut,
-                rows_skipped=chosen.skipped,
+                rank=settings.lora_parameters.rank,
+                effective_scale=settings.lora_parameters.effective_scale,
+                rows=len(rows.train),
+                validation_rows=len(rows.valid),
+                held_out=rows.valid_set is rows.train_set and len(rows.valid) > 0,
+                tokens=rows.tokens(),
+                supervised_share=rows.supervised_share(),
+                max_seq_length=rows.limit,
+                rows_cut=rows.cut,
+                rows_skipped=rows.skipped,
                 rows_per_update=settings.rows_per_update,
                 updates=updates,
                 iterations=updates * settings.grad_accumulation_steps,
@@ -101,12 +135,12 @@ def run(settings: Settings) -> None:
             reply_before = reply()
             optimizer = optim.make(settings.optimizer, settings.optimizer_arguments, backend)
             try:
-                before, after = train(Run(settings, chosen, updates, stages, store, adapter, optimizer, report, save, interrupts.held))
+                before, after = train(Run(settings, rows, updates, model, store, adapter, optimizer, report, save, interrupts.held))
             except KeyboardInterrupt:
                 saved = f"the adapter as it stands is in {save(adapters.ADAPTER_FILE)}"
                 raise
             saved = f"the adapter is in {folder / adapters.ADAPTER_FILE}"
-            replies = tokens.decode(model.folder, [reply_before, reply()]) if settings.reply_tokens else [None, None]
+            replies = tokens.decode(prepared.source.folder, [reply_before, reply()]) if settings.reply_tokens else [None, None]
         except KeyboardInterrupt:
             report.note(f"interrupted: {saved}")
             raise
@@ -118,10 +152,15 @@ def run(settings: Settings) -> None:
             allocator_peak_bytes=measure.allocator_peak_bytes(arrays),
             process_peak_bytes=measure.process_peak_bytes(),
             seconds=time.perf_counter() - started,
-            prompt=chosen.question,
-            model_folder=str(model.folder),
+            prompt=rows.question,
+            model_folder=str(prepared.source.folder),
             adapter_path=str(folder),
         )
+
+
+def data_files(settings: Settings) -> dict[str, Path | None]:
+    """The data's files by split."""
+    return find_files(config.demo_folder() if settings.data == "demo" else Path(settings.data))
 
 
 def _new_folder(settings: Settings) -> Path:
@@ -153,7 +192,8 @@ def _first_adapter(settings: Settings, spec: ModelSpec, modules: list[str], back
     return adapters.initialise(spec, modules, rank, settings.seed, backend)
 
 
-def _write_config(folder: Path, settings: Settings, spec: ModelSpec, model: ModelFolder) -> None:
+def write_config(folder: Path, settings: Settings, spec: ModelSpec, model: ModelFolder) -> None:
+    """Write the adapter's adapter_config.json: what mlx-lm needs, and the settings."""
     lora = settings.lora_parameters
     adapters.write_config(
         folder,

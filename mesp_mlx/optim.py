@@ -4,7 +4,7 @@ A tensor's new value and state replace the old ones before the next tensor is to
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,10 +28,10 @@ class Optimizer:
     updates: int = 0
     state: dict[str, dict[str, Any]] = field(default_factory=dict)
 
-    def apply(self, adapter: dict[str, Any], gradients: Mapping[str, Any], learning_rate: float) -> dict[str, Any]:
-        """One update: replaces in `adapter`, tensor by tensor, all that have a gradient, and returns it."""
+    def apply(self, adapter: dict[str, Any], gradients: Iterable[tuple[str, Any]], learning_rate: float) -> dict[str, Any]:
+        """One update: replaces in `adapter`, tensor by tensor, all whose gradient is given by name, and returns it."""
         self.start_update()
-        for name, gradient in gradients.items():
+        for name, gradient in gradients:
             adapter[name] = self.apply_one(name, adapter[name], gradient, learning_rate)
         return adapter
 

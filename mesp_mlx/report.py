@@ -69,6 +69,7 @@ class Report:
         model: str,
         family: str,
         backend: str,
+        method: str = "mesp",
         modules: int,
         parameters: int,
         adapter_bytes: int,
@@ -98,7 +99,7 @@ class Report:
         valid = f"{_count(validation_rows, 'validation row')}{' held out' if held_out else ''}"
         pace = f"{_count(iterations, 'iteration')}, {_count(updates, 'update')} of {_count(rows_per_update, 'row')}"
         panel = {
-            "model": f"{model} ({family}) on {backend}",
+            "model": f"{model} ({family}) on {backend}" + ("" if method == "mesp" else f", method {method}"),
             "adapter": f"{_count(modules, 'module')}, {_count(parameters, 'parameter')}, {megabytes(adapter_bytes)}; rank {rank}, scale {effective_scale:g}",
             "data": f"{_count(rows, 'row')}, {_count(tokens, 'token')}, {supervised_share:.0%} supervised; {valid}",
             "training": f"{pace}; rows of up to {max_seq_length:,} tokens",

@@ -12,7 +12,7 @@ import pytest
 from models import make_model, tiny_config
 from tiny_tokenizers import TEMPLATES, assistant, make_tokenizer, user, write
 
-from mesp_mlx import cli, config, finetune
+from mesp_mlx import cli, finetune, sources
 from mesp_mlx.adapter import ADAPTER_FILE
 from mesp_mlx.stream.safetensors import read_array, read_header
 
@@ -71,7 +71,7 @@ def run(model: Path, data: Path, folder: Path, **given: Any) -> Done:
     """`finetune.run` in this process, on NumPy unless told otherwise, with a report after every iteration and a short reply."""
     log = folder.with_name(f"{folder.name}.jsonl")
     quick = {"backend": "numpy", "steps_per_report": 1, "reply_tokens": 2, "json_log": str(log)}
-    finetune.run(config.load(None, quick | {"model": str(model), "data": str(data), "adapter_path": str(folder)} | given))
+    finetune.run(sources.load(None, quick | {"model": str(model), "data": str(data), "adapter_path": str(folder)} | given))
     return Done(folder, read_log(log))
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from mesp_mlx import __version__, cli, config
+from mesp_mlx import __version__, cli, config, sources
 from mesp_mlx.errors import RunStopped, UserError
 
 # A value unlike the default for every flag, as typed, and where it is to arrive. None: accepted, with nothing to change.
@@ -34,6 +34,8 @@ GIVEN = {
     "--no-mask-prompt": (None, lambda s: not s.mask_prompt),
     "--max-seq-length": ("99", lambda s: s.max_seq_length),
     "--seed": ("11", lambda s: s.seed),
+    "--method": ("mebp", lambda s: s.method),
+    "--tiled-head": (None, lambda s: s.tiled_head),
     "--backend": ("numpy", lambda s: s.backend),
     "--quantize": ("none", lambda s: s.quantize),
     "--val-batches": ("4", lambda s: s.val_batches),
@@ -49,13 +51,16 @@ GIVEN = {
     "--grad-checkpoint": (None, lambda s: s.grad_checkpoint),
     "--train": (None, lambda s: s.train),
     "--fine-tune-type": ("lora", lambda s: s.fine_tune_type),
-    # these exclude others above, so they are given alone
+    # these exclude others above, so each is given by itself
+    "--mezo-epsilon": ("0.02", lambda s: s.mezo_epsilon),
+    "--mezo-perturbations": ("3", lambda s: s.mezo_perturbations),
     "--epochs": ("8", lambda s: s.epochs),
     "--alpha": ("4.5", lambda s: s.lora_parameters.alpha),
     "--target-modules": ("mlp.up_proj", lambda s: ",".join(s.lora_parameters.keys)),
     "--mask-prompt": (None, lambda s: s.mask_prompt),
 }
-ALONE = ("--epochs", "--alpha", "--target-modules", "--mask-prompt")
+MEZO = ("--method", "mezo")
+ALONE = {"--mezo-epsilon": MEZO, "--mezo-perturbations": MEZO, "--epochs": (), "--alpha": (), "--target-modules": (), "--mask-prompt": ()}
 REFUSED = {
     "--test": None,
     "--test-batches": "3",
@@ -94,9 +99,9 @@ def test_every_flag_is_in_the_table_above():
 def test_every_flag_reaches_the_settings(ran):
     together = [flag for flag in GIVEN if flag not in ALONE]
     assert call("finetune", *typed(*together)) == 0
-    for flag in ALONE:
-        assert call("finetune", "--model", "m", "--data", "d", *typed(flag)) == 0
-    default = config.load(None, {"model": "m", "data": "d"})
+    for flag, beside in ALONE.items():
+        assert call("finetune", "--model", "m", "--data", "d", *typed(flag), *beside) == 0
+    default = sources.load(None, {"model": "m", "data": "d"})
     same_as_default = {"--train", "--fine-tune-type", "--mask-prompt"}
     for flag, settings in [(flag, ran[0]) for flag in together] + list(zip(ALONE, ran[1:], strict=True)):
         text, arrived = GIVEN[flag]

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import BaseModel, ValidationError
 
-from mesp_mlx import config
+from mesp_mlx import config, sources
 from mesp_mlx.errors import UserError
 
 BASE = {"model": "m", "data": "d"}
@@ -22,7 +22,7 @@ def load(file: dict | str | None = None, folder: Path | None = None, /, **flags)
         assert folder is not None
         path = folder / "lora.yaml"
         path.write_text(file if isinstance(file, str) else yaml.safe_dump(file), encoding="utf-8")
-    return config.load(path, BASE | flags)
+    return sources.load(path, BASE | flags)
 
 
 def refusal(*args, **flags) -> str:
@@ -48,16 +48,16 @@ def test_flags_override_the_file_which_overrides_the_defaults(tmp_path):
 
 def test_the_demo_has_its_own_recipe_and_only_with_both(tmp_path):
     recipe = yaml.safe_load((config.demo_folder() / "recipe.yaml").read_text(encoding="utf-8"))
-    demo = config.load(None, {"model": "demo", "data": "demo"})
+    demo = sources.load(None, {"model": "demo", "data": "demo"})
     assert demo.learning_rate == float(recipe["learning_rate"]) != 2e-5
     assert demo.sample_prompt == recipe["sample_prompt"]
-    assert config.load(None, {"model": "demo", "data": "demo", "learning_rate": 3e-4}).learning_rate == 3e-4
+    assert sources.load(None, {"model": "demo", "data": "demo", "learning_rate": 3e-4}).learning_rate == 3e-4
     assert load({"learning_rate": 4e-4}, tmp_path, model="demo", data="demo").learning_rate == 4e-4
     assert load(model="demo").learning_rate == load(data="demo").learning_rate == 2e-5
 
 
 def test_one_of_two_alternatives_replaces_the_other_from_below(tmp_path):
-    s = config.load(None, {"model": "demo", "data": "demo", "iters": 10})  # the recipe says epochs
+    s = sources.load(None, {"model": "demo", "data": "demo", "iters": 10})  # the recipe says epochs
     assert (s.iters, s.epochs) == (10, None)
     s = load({"lora_parameters": {"alpha": 4}}, tmp_path, scale=2.0)
     assert (s.lora_parameters.alpha, s.lora_parameters.effective_scale) == (None, 2.0)
@@ -65,7 +65,7 @@ def test_one_of_two_alternatives_replaces_the_other_from_below(tmp_path):
     assert s.lora_parameters.effective_scale == 2.0
     s = load({"lora_parameters": {"keys": ["self_attn.k_proj"]}}, tmp_path, target_modules="self_attn.q_proj, mlp.up_proj")
     assert s.lora_parameters.keys == ("self_attn.q_proj", "mlp.up_proj")
-    s = config.load(None, {"model": "demo", "data": "demo", "lr_schedule": "{name: cosine_decay, arguments: [1e-5, 9]}"})  # the recipe has a rate
+    s = sources.load(None, {"model": "demo", "data": "demo", "lr_schedule": "{name: cosine_decay, arguments: [1e-5, 9]}"})  # the recipe has a rate
     assert config.learning_rate(s, 0, 9) == 1e-5
 
 
@@ -106,7 +106,7 @@ def test_choices_of_a_later_version_are_refused_by_name(name, value, tmp_path):
 
 @pytest.mark.parametrize("key", sorted(config.NOT_SERVED))
 def test_what_is_not_served_is_refused_by_name_when_asked_for(key, tmp_path):
-    if key in config.SILENT_IN_FILES:
+    if key in sources.SILENT_IN_FILES:
         assert load({key: 100}, tmp_path) == load()
         assert f"--{key.replace('_', '-')} isn't served" in refusal(**{key: 100})
         return
@@ -160,6 +160,9 @@ def test_unknown_keys_get_a_suggestion(tmp_path):
         ({"train": False}, "--train: finetune always trains"),
         ({"model": ""}, "--model: found '', expected text"),
         ({"reply_tokens": -1}, "--reply-tokens: found -1, expected at least 0"),
+        ({"method": "mezzo"}, "--method: found 'mezzo', expected 'mesp', 'mebp', 'mezo' or 'backprop'"),
+        ({"method": "mezo", "mezo_epsilon": 0.0}, "--mezo-epsilon: found 0.0, expected greater than 0"),
+        ({"method": "mezo", "mezo_perturbations": 0}, "--mezo-perturbations: found 0, expected at least 1"),
     ],
 )
 def test_bad_values_are_refused_with_flag_found_and_expected(flags, message):
@@ -176,7 +179,7 @@ def test_everything_wrong_is_said_at_once_with_its_place(tmp_path):
         f"  lora_parameters.rank in {file}: found -1, expected at least 1",
     ]
     with pytest.raises(UserError, match="no model is given: --model takes(.|\n)*no data is given: --data takes"):
-        config.load(None, {})
+        sources.load(None, {})
 
 
 @pytest.mark.parametrize(
@@ -196,7 +199,7 @@ def test_yes_is_no_number_and_no_text(key, expected, tmp_path):
     with pytest.raises(UserError) as caught:
         path = tmp_path / "lora.yaml"
         path.write_text(yaml.safe_dump((BASE if key not in BASE else {}) | file), encoding="utf-8")
-        config.load(path, {name: value for name, value in BASE.items() if name != key})
+        sources.load(path, {name: value for name, value in BASE.items() if name != key})
     assert f"{key} in {path}: found True, expected {expected}" in str(caught.value)
 
 
@@ -251,7 +254,7 @@ def test_files_that_are_not_settings(text, message, tmp_path):
 
 def test_a_missing_file_is_named(tmp_path):
     with pytest.raises(UserError, match="absent.yaml: No such file"):
-        config.load(tmp_path / "absent.yaml", BASE)
+        sources.load(tmp_path / "absent.yaml", BASE)
 
 
 def test_one_line_says_which_defaults_are_not_mlx_lms():
@@ -263,6 +266,61 @@ def test_one_line_says_which_defaults_are_not_mlx_lms():
     assert config.where_we_differ(load(**like_mlx_lm)) == ""
     assert "prompts" not in config.where_we_differ(load(mask_prompt=False)) and "all layers" in config.where_we_differ(load(mask_prompt=False))
     assert config.where_we_differ(load(**like_mlx_lm)) not in config.remarks(load(**like_mlx_lm))
+
+
+def test_a_method_has_defaults_of_its_own(tmp_path):
+    """Flag over file over the method's over the demo's recipe over the rest; and only mezo has any."""
+
+    def chosen(s: config.Settings) -> tuple:
+        return s.learning_rate, s.optimizer, s.grad_clip
+
+    assert chosen(load(method="mezo")) == (1e-4, "sgd", 0.0) == chosen(load({"method": "mezo"}, tmp_path))
+    assert chosen(load({"learning_rate": 3e-4, "optimizer": "adam"}, tmp_path, method="mezo")) == (3e-4, "adam", 0.0)
+    assert chosen(load({"method": "mezo", "learning_rate": 3e-4}, tmp_path, learning_rate=5e-4, optimizer="adamw")) == (5e-4, "adamw", 0.0)
+    recipe = load(model="demo", data="demo", method="mezo")
+    assert chosen(recipe) == (1e-4, "sgd", 0.0) and (recipe.num_layers, recipe.epochs) == (16, 1), "the rest of the recipe stays"
+    for method in ("mesp", "mebp", "backprop"):
+        assert chosen(load(method=method)) == chosen(load()) == (2e-5, "adamw", 1.0)
+        assert load(model="demo", data="demo", method=method).learning_rate == 2e-4
+    assert chosen(load({"method": "mezo"}, tmp_path, method="mesp")) == chosen(load()), "the method that is used"
+    s = load(method="mezo", lr_schedule="{name: cosine_decay, arguments: [1e-5, 9]}")
+    assert config.learning_rate(s, 0, 9) == 1e-5, "a schedule with a rate replaces the method's"
+    assert (load(method="mezo").mezo_epsilon, load(method="mezo").mezo_perturbations, load().method, load().tiled_head) == (1e-3, 1, "mesp", False)
+
+
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        ({"method": "mezo", "grad_clip": 1.0}, "grad_clip is 1.0, and method mezo has none: set it to 0.0"),
+        ({"method": "mezo", "dropout": 0.1}, "dropout is 0.1, and method mezo has none: set it to 0.0"),
+        ({"method": "mezo", "grad_checkpoint": True}, "grad_checkpoint is True, and method mezo has none: set it to False"),
+        *(({"method": method, "tiled_head": True}, f"tiled_head is for method mebp, and method is {method}") for method in ("mesp", "mezo", "backprop")),
+        *(({"method": method, "mezo_epsilon": 0.1}, f"mezo_epsilon is for method mezo, and method is {method}") for method in ("mesp", "mebp", "backprop")),
+        ({"mezo_perturbations": 2}, "mezo_perturbations is for method mezo, and method is mesp: remove it"),
+    ],
+)
+def test_a_method_refuses_what_it_ignores(flags, named, tmp_path):
+    assert named in refusal(**flags)
+    lora = {"lora_parameters": {"dropout": flags["dropout"]}} if "dropout" in flags else {}
+    assert named in refusal({key: value for key, value in flags.items() if key != "dropout"} | lora, tmp_path)
+
+
+def test_what_a_method_takes():
+    assert load(method="mebp", tiled_head=True, grad_clip=1.0, dropout=0.1, grad_checkpoint=True).tiled_head
+    assert load(method="backprop", grad_checkpoint=True, dropout=0.1, grad_clip=2.0).grad_checkpoint
+    mezo = load(method="mezo", mezo_epsilon=0.1, mezo_perturbations=5, grad_clip=0.0, dropout=0.0, optimizer="adamw", num_layers=1)
+    assert (mezo.mezo_epsilon, mezo.mezo_perturbations, mezo.optimizer) == (0.1, 5, "adamw")
+
+
+def test_a_method_s_defaults_are_said():
+    """One line has them; the line of defaults that aren't mlx-lm's leaves them out."""
+    said = config.remarks(load(method="mezo"))
+    assert "defaults of method mezo: learning_rate 0.0001, optimizer sgd, grad_clip 0" in said
+    differ = config.where_we_differ(load(method="mezo"))
+    assert differ in said and all(word not in differ for word in ("rate 2e", "AdamW", "clipped")) and "all layers" in differ
+    assert not any("defaults of method" in line for method in ("mesp", "mebp", "backprop") for line in config.remarks(load(method=method)))
+    recomputes = {method: " ".join(config.remarks(load(method=method, grad_checkpoint=True))) for method in ("mesp", "mebp", "backprop")}
+    assert ["always recomputes" in said for said in recomputes.values()] == [True, True, False]
 
 
 def test_our_schedules_rise_then_fall_to_a_tenth():

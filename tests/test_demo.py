@@ -9,7 +9,7 @@ from engines import autodiff_of_mlx_lm, one_pass, random_adapter, random_group, 
 from runs import BACKENDS, Done, needs_mlx, read_log
 
 from mesp_mlx import backend as backends
-from mesp_mlx import config
+from mesp_mlx import config, sources
 from mesp_mlx.model.spec import PROJECTIONS
 
 VOCABULARY = 49152
@@ -73,7 +73,7 @@ def test_the_demos_validation_rows_share_nothing_with_its_training_rows():
     texts = [[message["content"] for row in rows for message in row["messages"]] for rows in (train, valid)]
     seen, unseen = (set().union(*map(phrases, part)) for part in texts)
     assert len(seen) > 500 and len(unseen) > 50 and not seen & unseen
-    recipe = config.load(None, {"model": "demo", "data": "demo"})
+    recipe = sources.load(None, {"model": "demo", "data": "demo"})
     assert recipe.sample_prompt is not None and phrases(recipe.sample_prompt) and not phrases(recipe.sample_prompt) & seen
 
 

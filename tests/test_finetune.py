@@ -153,9 +153,9 @@ def test_an_epoch_trains_every_row_once(go, monkeypatch):
     """Ten rows in updates of four, so the last update of an epoch is short."""
     seen, inner = [], train.loss_and_gradients
 
-    def spy(model, store, adapter, batches, sink):
-        seen.append([row for batch in batches for row in batch.group.rows])
-        return inner(model, store, adapter, batches, sink)
+    def spy(*given):
+        seen.append([row for batch in given[-1] for row in batch.group.rows])
+        return inner(*given)
 
     monkeypatch.setattr(train, "loss_and_gradients", spy)
     done = go(epochs=2)
@@ -320,3 +320,69 @@ def test_what_is_asked_is_short(go, tmp_path, capsys):
 def test_no_row_is_held_out_where_no_validation_is_asked_for(go, tmp_path):
     (start,) = go(data_folder(tmp_path / "ten", chat_rows(10)), iters=1, val_batches=0).of("start")
     assert (start["rows"], start["validation_rows"]) == (10, 0)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_exact_methods_train_alike(go, backend):
+    """The same rows in the same order, losses, adapter, replies and files; the configuration says which method made them."""
+    given = {"backend": backend, "iters": 4, "learning_rate": 1e-3, "dropout": 0.1, "steps_per_eval": 2, "val_batches": -1, "reply_tokens": 3}
+    mesp = go(**given)
+    for method, more in (("mebp", {}), ("mebp", {"tiled_head": True}), ("backprop", {}), ("backprop", {"grad_checkpoint": True})):
+        done = go(method=method, **given, **more)
+        for kind, field in (("train", "train_loss"), ("validation", "val_loss")):
+            assert done.values(kind, field) == pytest.approx(mesp.values(kind, field), abs=1e-5)
+        assert done.values("train", "trained_tokens") == mesp.values("train", "trained_tokens") and done.values("start", "method") == [method]
+        assert {name: array.shape for name, array in done.adapter.items()} == {name: array.shape for name, array in mesp.adapter.items()}
+        assert frobenius_error(done.adapter, mesp.adapter) <= 1e-3
+        assert [done.events[-1][f"reply_{when}"] for when in ("before", "after")] == [mesp.events[-1][f"reply_{when}"] for when in ("before", "after")]
+        assert sorted(os.listdir(done.folder)) == sorted(os.listdir(mesp.folder))
+        ours, theirs = (json.loads((folder / "adapter_config.json").read_text()) for folder in (mesp.folder, done.folder))
+        assert {key for key in ours if ours[key] != theirs[key]} == {"method", "adapter_path", "json_log", *more} and theirs["method"] == method
+    resumed = go(method="mebp", resume_adapter_file=str(mesp.folder), **given | {"iters": 1})
+    assert resumed.values("end", "val_loss_before") == pytest.approx(mesp.values("end", "val_loss_after"), abs=1e-5)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_mezo_repeats_to_the_byte(model, data, tmp_path, one_process, backend):
+    written, given = [], {"method": "mezo", "backend": backend, "iters": 3, "mezo_perturbations": 2, "overwrite": True}
+    for seed in (3, 3, 4):
+        done = run(model, data, tmp_path / "same", seed=seed, **given)
+        written.append([(done.folder / name).read_bytes() for name in ("adapters.safetensors", "adapter_config.json")])
+    assert written[0] == written[1] and written[0][0] != written[2][0]
+    config = json.loads(written[2][1])
+    assert [config[key] for key in ("method", "optimizer", "learning_rate", "grad_clip", "mezo_perturbations")] == ["mezo", "sgd", 1e-4, 0.0, 2]
+    assert done.adapter.keys() == run(model, data, tmp_path / "other", iters=1).adapter.keys()
+
+
+@needs_mlx
+def test_mezo_on_both_backends(go):
+    """The same directions, and slopes that differ by rounding, which a division by epsilon makes a thousand times larger."""
+    numpy, mlx = (go(method="mezo", backend=backend, iters=4, mezo_epsilon=1e-2) for backend in ("numpy", "mlx"))
+    assert mlx.values("train", "train_loss") == pytest.approx(numpy.values("train", "train_loss"), abs=1e-4)
+    assert frobenius_error(mlx.adapter, numpy.adapter) <= 1e-3
+
+
+def test_mezo_learns(go, tmp_path):
+    """Four rows, sixty updates at its own learning rate: what a few directions of tens of thousands can do."""
+    data = data_folder(tmp_path / "four", chat_rows(4), chat_rows(3, first=50))
+    done = go(data=data, method="mezo", iters=60, rank=4, keys="mlp.down_proj", lr_schedule="constant", val_batches=-1, reply_tokens=0)
+    losses = done.values("train", "train_loss")
+    assert np.mean(losses[-10:]) < 0.95 * np.mean(losses[:10]) and done.values("end", "val_loss_after")[0] < 0.95 * done.values("end", "val_loss_before")[0]
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        *(["--method", "mezo", *flag] for flag in (["--grad-clip", "1"], ["--dropout", "0.1"], ["--grad-checkpoint"], ["--tiled-head"])),
+        *(["--method", method, "--tiled-head"] for method in ("mesp", "backprop")),
+        *(["--method", "mebp", *flag] for flag in (["--mezo-epsilon", "0.1"], ["--mezo-perturbations", "2"])),
+        ["--method", "mezzo"],
+    ],
+    ids=" ".join,
+)
+def test_what_a_method_ignores_is_refused(model, data, tmp_path, monkeypatch, capsys, flags):
+    monkeypatch.chdir(tmp_path)
+    assert command("finetune", "--model", str(model), "--data", str(data), "--backend", "numpy", "--json-log", "log", *flags) == 2
+    said, name = capsys.readouterr().err, [flag for flag in flags if flag.startswith("--")][-1]
+    assert name.removeprefix("--").replace("-", "_") in said.replace("-", "_") and flags[1] in said
+    assert os.listdir(tmp_path) == []

@@ -73,6 +73,9 @@ LAYERS = {  # each may import those it names, and what stands below
     "mesp_mlx.model": ("mesp_mlx.model", "mesp_mlx.stream", "mesp_mlx.data.group", "mesp_mlx.reference.quantized", "mesp_mlx.child", "mesp_mlx.errors"),
     "mesp_mlx.engine.backprop": ("mesp_mlx.engine.sink", "mesp_mlx.model", "mesp_mlx.stream"),
     "mesp_mlx.engine.generate": ("mesp_mlx.engine.backprop", "mesp_mlx.model", "mesp_mlx.stream", "mesp_mlx.data.group"),
+    "mesp_mlx.engine.whole_graph": ("mesp_mlx.engine.sink", "mesp_mlx.model", "mesp_mlx.stream"),
+    "mesp_mlx.engine.zeroth_order": ("mesp_mlx.model", "mesp_mlx.stream", "mesp_mlx.keys"),
+    "mesp_mlx.engine.methods": ("mesp_mlx.engine", "mesp_mlx.model", "mesp_mlx.stream", "mesp_mlx.config", "mesp_mlx.errors"),
     "mesp_mlx.engine.sink": ("mesp_mlx.optim", "mesp_mlx.errors"),
 }
 

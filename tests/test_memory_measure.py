@@ -1,5 +1,7 @@
 """The counts of memory move when memory does, and stay when it does not."""
 
+import ctypes
+import os
 import struct
 import subprocess
 import sys
@@ -29,6 +31,56 @@ def test_decodes_apple_s_struct():
     assert len(data) == 296
     assert measure.decode_rusage_v4(data) == (62_500_000, 5_000_000_000)
     assert measure.decode_rusage_v4(data + bytes(700)) == (62_500_000, 5_000_000_000)
+
+
+class Libproc:
+    """Stands for macOS's library: process 77 has two children and the footprint of the recorded bytes; there is no other process."""
+
+    def __init__(self):
+        values = [0] * 35
+        values[7], values[28] = 209_000_000, 309_000_000
+        recorded = bytes(16) + struct.pack("<35Q", *values)
+
+        def proc_pid_rusage(pid, flavor, buffer):
+            assert flavor == 4
+            ctypes.memmove(buffer, recorded, len(recorded))
+            return 0 if pid == 77 else -1
+
+        def proc_listchildpids(pid, buffer, size):
+            assert size == ctypes.sizeof(buffer)
+            if pid != 77:
+                return -1
+            buffer[0], buffer[1] = 78, 79
+            return 2
+
+        self.proc_pid_rusage, self.proc_listchildpids = proc_pid_rusage, proc_listchildpids
+
+
+def test_macos_counts_another_process(monkeypatch):
+    monkeypatch.setattr(measure.sys, "platform", "darwin")
+    monkeypatch.setattr(measure, "_libproc", Libproc)
+    assert measure.process_bytes(77) == (209_000_000, 309_000_000)
+    assert measure.process_bytes(78) is None
+    assert measure.child_pids(77) == [78, 79] and measure.child_pids(78) == []
+
+
+def test_another_process_and_its_end():
+    code = "x = b'x' * 50_000_000; print(flush=True); input()"
+    with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as child:
+        child.stdout.readline()
+        counted = measure.process_bytes(child.pid)
+        assert counted is not None and 55 * MB < counted[0] < 80 * MB
+        assert counted[1] is None or counted[1] >= counted[0] - MB
+        assert measure.process_name(child.pid)
+        assert child.pid in measure.child_pids(os.getpid())
+        if sys.platform == "linux":
+            assert measure.parent_pid(child.pid) == os.getpid()
+            assert (shared := measure.proportional_bytes(child.pid)) is not None and 50 * MB < shared <= counted[0] + MB
+            assert {os.getpid(), child.pid} <= measure.all_pids()
+        child.communicate("\n")
+    assert measure.process_bytes(child.pid) is None and measure.proportional_bytes(child.pid) is None
+    assert measure.child_pids(child.pid) == [] and measure.process_name(child.pid) == ""
+    assert sys.platform != "linux" or measure.parent_pid(child.pid) is None
 
 
 CHILD = """

@@ -82,8 +82,9 @@ def loss_of(folder, backend, states, groups, gradient=True, dtype=None, watch: A
     arrays = [backend.arrays.asarray(state) for state in states]
     held = [{"x": array if dtype is None else backend.arrays.astype(array, dtype)} for array in arrays]
     with watch(read_folder(folder), spec, backend) as store, store.open(head) as w:
-        loss, dstates = head.loss(w, held, [Batch(group) for group in groups], gradient)
-    assert type(loss) is float and all(dstate.keys() == {"x"} for dstate in dstates)
+        losses, dstates = head.loss(w, held, [Batch(group) for group in groups], gradient)
+    loss = sum(losses)
+    assert len(losses) == len(groups) and type(loss) is float and all(dstate.keys() == {"x"} for dstate in dstates)
     return loss, [numbers(dstate["x"]) for dstate in dstates], store
 
 
@@ -175,7 +176,7 @@ def test_logits_too_large_to_exponentiate(made, backend):
     head = build(spec, backend, 1.0).head
     with Store(read_folder(folder), spec, backend) as store, store.open(head) as w:
         w["model.norm"]["weight"] = backend.arrays.asarray((500 * weight).astype(np.float32))
-        loss, (dstate,) = head.loss(w, [{"x": backend.arrays.asarray(states[0])}], [Batch(groups[0])])
+        (loss,), (dstate,) = head.loss(w, [{"x": backend.arrays.asarray(states[0])}], [Batch(groups[0])])
     x = states[0][groups[0].mask].astype(np.float64)
     logits = (x / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + eps) * (500 * weight).astype(np.float32)) @ rows.T
     top = logits.max(axis=1)

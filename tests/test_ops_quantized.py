@@ -123,3 +123,31 @@ def test_a_bfloat16_product_is_no_worse_than_naive_code():
     got = [ops.quantized.matmul(x, linear), ops.quantized.matmul_transposed(dy, linear)]
     assert all(a.dtype == mx.bfloat16 for a in got)
     oracles.assert_no_worse(got, [x @ w.T, dy @ w], truth)
+
+
+@pytest.mark.parametrize(("bits", "group"), [(None, 32), (4, 32), (3, 64), (8, 128)])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("on_cpu", [True, False])
+def test_apply_is_a_product_with_a_gradient(monkeypatch, bits, group, bias, on_cpu):
+    """Against mx.grad of plain MLX on the dense weight, alone, in a row with others, and compiled; the frozen weight's gradient is zero."""
+    mx, ops = oracles.mlx()
+    monkeypatch.setattr(ops.quantized, "on_cpu", lambda: on_cpu)
+    monkeypatch.setattr(ops.quantized, "TILE_BYTES", 20_000)  # several tiles
+    rng = np.random.default_rng(7)
+    linear, x, dy = oracles.to_mlx((oracles.random_linear(rng, 128, 128, bits, group, bias), rng.normal(size=(2, 3, 128)), rng.normal(size=(2, 3, 128))))
+    weight = ops.quantized.dequantize(linear, mx.float32)
+
+    def ours(x):
+        return mx.sum(dy * ops.quantized.apply(mx.tanh(ops.quantized.apply(x, linear)), linear))
+
+    def naive(x):
+        add = linear.get("bias", mx.zeros(()))
+        return mx.sum(dy * (mx.tanh(x @ weight.T + add) @ weight.T + add))
+
+    want = mx.value_and_grad(naive)(x)
+    oracles.assert_close(ops.quantized.apply(x, linear), ops.quantized.matmul(x, linear), "autodiff")
+    oracles.assert_close(mx.value_and_grad(ours)(x), want, "autodiff")
+    oracles.assert_close(mx.compile(mx.value_and_grad(ours))(x), want, "autodiff")
+    if bits is None:
+        frozen = mx.grad(lambda weight: mx.sum(ops.quantized.apply(x, linear | {"weight": weight})))(linear["weight"])
+        assert not np.array(frozen).any()

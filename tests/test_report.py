@@ -17,6 +17,7 @@ START: dict[str, Any] = {
     "model": "demo",
     "family": "llama",
     "backend": "numpy",
+    "method": "mesp",
     "modules": 210,
     "parameters": 2_442_240,
     "adapter_bytes": 9_768_960,
@@ -187,6 +188,14 @@ def test_an_error_leaves_the_terminal_as_it_was(monkeypatch):
         report.train(**TRAIN)
         raise ZeroDivisionError
     assert stream.getvalue().count("\x1b[?25h") == 1
+
+
+def test_a_method_is_named_where_it_is_not_the_usual_one():
+    assert "method" not in said()
+    stream = io.StringIO()
+    with Report(None, stream) as report:
+        report.start(**changed(START, method="mebp"))
+    assert "  model     demo (llama) on numpy, method mebp\n" in stream.getvalue()
 
 
 def test_cut_and_skipped_rows_are_one_line_each_and_a_prediction_has_its_place():

@@ -1,8 +1,10 @@
 """The store hands out what is on disk, as a whole, by rows and in tiles, and says why when it can't."""
 
+import gc
 import os
 import threading
 import time
+import weakref
 
 import numpy as np
 import pytest
@@ -172,6 +174,57 @@ def test_closing_leaves_no_thread_and_no_descriptor(folder, monkeypatch):
         with pytest.raises(OSError):
             os.fstat(descriptor)
     store.close()  # again does nothing
+
+
+@each_backend
+def test_resident_stages_are_read_once(folder, backend):
+    """And kept as they are stored, each when it is first opened, also while others are open, until the store is closed."""
+    first, second, rows = Piece("first", ("plain", "four")), Piece("second", ("half",)), Piece("rows")
+    with Store(read_folder(folder), SPEC, backend, resident=True) as store:
+        store.expect([first, second])
+        with store.open(first) as w:
+            assert store.loads == {"plain": 1, "four": 1} and store.bytes_read == size_bytes(folder, "plain", "four"), "nothing is read ahead"
+            with store.open(second) as inner, store.open(first) as again:
+                assert again is w and numbers(inner["half"]["bias"]).shape == (ROWS,)
+            held = w["four"]["weight"]
+        for stage, modules in ((second, ("half",)), (first, ("plain", "four"))) * 2:
+            with store.open(stage) as w:
+                for module in modules:
+                    assert_same(w[module], folder, module)
+        with store.open(first) as w:
+            assert w["four"]["weight"] is held and held.dtype == (np.uint32 if backend is reference else mx.uint32)
+        assert store.loads == {"plain": 1, "four": 1, "half": 1} and store.bytes_read == size_bytes(folder, "plain", "four", "half")
+        with store.open(rows) as w:  # a table that is read by rows isn't kept
+            for _ in range(2):
+                assert_same(w.take("brain", np.array([1])), folder, "brain", slice(1, 2))
+        assert store.bytes_read == size_bytes(folder, "plain", "four", "half") + 2 * size_bytes(folder, "brain") // ROWS
+
+
+def test_a_resident_store_that_is_closed_holds_nothing(folder):
+    store, stage = Store(read_folder(folder), SPEC, reference, resident=True), Piece("s", ("plain",))
+    with store.open(stage) as w:
+        held = weakref.ref(w["plain"]["weight"])
+    del w
+    assert held() is not None
+    store.close()
+    gc.collect()
+    assert held() is None
+
+
+@pytest.mark.parametrize("resident", [False, True])
+def test_whoever_watches_hears_of_every_stage_before_it_opens(folder, resident):
+    """Also of those whose weights are there, or were read ahead; the name comes before the weights."""
+    heard = []
+    a, b = Piece("a", ("plain",)), Piece("b", ("half",))
+    store = Store(read_folder(folder), SPEC, reference, resident, watch=lambda name: heard.append((name, dict(store.loads))))
+    with store:
+        store.expect([a, b, a])
+        for stage in (a, b, a):
+            with store.open(stage):
+                heard.append(f"in {stage.name}")
+    one, two = {"plain": 1}, {"plain": 1, "half": 1}
+    ahead = [("a", {}), "in a", ("b", two), "in b", ("a", {"plain": 2, "half": 1}), "in a"]
+    assert heard == ([("a", {}), "in a", ("b", one), "in b", ("a", two), "in a"] if resident else ahead)
 
 
 def test_every_stored_type_has_its_buffers():

@@ -26,7 +26,8 @@ def cache(tmp_path_factory):
 
 
 def bench(cache, *flags: str) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "MESP_MLX_CACHE": str(cache), "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    environment = {**os.environ, "MESP_MLX_CACHE": str(cache), "PYTHONPATH": path, "OPENBLAS_NUM_THREADS": "1"}  # cores may be busy
     command = [sys.executable, str(ROOT / "tools" / "bench_step.py"), "--shape", "smollm2-135m", *flags]
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
 
@@ -51,6 +52,7 @@ def test_one_step(cache, backend):
     if backend == "mlx":
         assert result["adapter_bytes"] < result["allocator_peak_bytes"] < 50e6
     assert [line.split()[:2] for line in table[1:]] == [["1", "layers"]]
+    assert result["flops"] > 2 * result["weight_products_per_token"] * 32 and "weight products" not in done.stdout
 
 
 def test_both_backends_compute_the_same(cache):
@@ -64,8 +66,9 @@ def test_both_backends_compute_the_same(cache):
     [
         (("--seq", "0"), "argument --seq: 0 is not a positive whole number"),
         (("--seq", "abc"), "argument --seq: abc is not a positive whole number"),
-        (("--layers", "20000"), "bench_step: reading the shape: 'num_hidden_layers' is 20000"),
-        (("--method", "backprop"), "argument --method: invalid choice"),
+        (("--layers", "20000", "--method", "mesp,mezo"), "bench_step: reading the shape: 'num_hidden_layers' is 20000"),
+        (("--method", "mesp,adam"), "--method adam is none of mesp, mebp, mebp-tiled, mezo, backprop, backprop-checkpointed, forward"),
+        (("--backend", "numpy", "--against", "mlx-lm"), "--against mlx-lm: use --backend mlx"),
         (("--backend", "torch"), "argument --backend: invalid choice"),
         (("--backend", "numpy", "--dtype", "bfloat16"), "--dtype bfloat16: NumPy has none, use --backend mlx"),
     ],
@@ -89,23 +92,71 @@ def test_a_cached_model_that_is_broken(tmp_path):
     assert done.returncode == 2 and f"bench_step: reading {folder / 'config.json'}: it is not JSON" in done.stderr and "Traceback" not in done.stderr
 
 
-@pytest.mark.parametrize(("layers", "depths"), [([], [30]), (["--layers", "4"], [4]), (["--layers", "31"], [30, 31])])
-def test_a_deeper_model_is_compared_with_the_shapes_own(monkeypatch, layers, depths):
+@pytest.mark.parametrize(
+    ("flags", "steps"),
+    [
+        ([], [("mesp", 30)]),
+        (["--layers", "4"], [("mesp", 4)]),
+        (["--layers", "31"], [("mesp", 30), ("mesp", 31)]),
+        (["--layers", "31", "--method", "mesp,mezo", "--rounds", "2"], [("mesp", 31), ("mezo", 31)] * 2),
+        (
+            ["--against", "mlx-lm"],
+            [("mesp", 30), ("mlx-lm", 30), ("mlx-lm compiled", 30), ("mlx-lm checkpointed", 30), ("mlx-lm checkpointed, compiled", 30)],
+        ),
+    ],
+)
+def test_what_is_measured(monkeypatch, capsys, flags, steps):
+    """A deeper model is compared with the shape's own; methods are measured in turn, round by round, and have the medians of their rounds."""
     module, measured = tool("bench_step"), []
-    monkeypatch.setattr(sys, "argv", ["bench_step.py", "--shape", "smollm2-135m", *layers])
-    monkeypatch.setattr(module, "_in_child", lambda _, layers: measured.append(layers) or {"step_seconds": 1, "loss": 1})
-    monkeypatch.setattr(module, "_print_table", lambda _: None)
-    assert module.main() == 0 and measured == depths
+    sizes = {f"{key}_bytes": 10**6 for key in ("adapter", "gradient", "checkpoint", "process_peak")}
+
+    def in_child(_, name, layers):
+        measured.append((name, layers))
+        return {"method": name, "layers": layers, "loss": 1.0, "step_seconds": len(measured), "allocator_peak_bytes": 10**6 * len(measured), **sizes}
+
+    monkeypatch.setattr(sys, "argv", ["bench_step.py", "--shape", "smollm2-135m", *flags])
+    monkeypatch.setattr(module, "_in_child", in_child)
+    assert module.main() == 0 and measured == steps
+    last = json.loads(capsys.readouterr().out.splitlines()[-1])
+    results = last.get("results", [last])
+    assert [(result["method"], result["layers"]) for result in results] == steps[-len(results) :]
+    if "--rounds" in flags:
+        assert [(result["step_seconds"], result["rounds"], result["allocator_peak_bytes"]) for result in results] == [(2, [1, 3], 3e6), (3, [2, 4], 4e6)]
+
+
+@pytest.mark.parametrize("backend", NAMES)
+def test_every_method(cache, backend):
+    """The exact ones see one loss, and each says what it multiplied and where its time went."""
+    methods = ["mesp", "mebp", "mebp-tiled", "backprop", "backprop-checkpointed", "mezo", "forward"]
+    done = bench(cache, "--layers", "1", "--seq", "8", "--backend", backend, "--method", ",".join(methods))
+    assert done.returncode == 0, done.stderr
+    results = json.loads(done.stdout.splitlines()[-1])["results"]
+    assert [result["method"] for result in results] == methods
+    assert [result["loss"] for result in results] == pytest.approx([results[0]["loss"]] * len(methods), rel=1e-3)
+    assert [result["loss"] for result in results if result["method"] != "mezo"] == pytest.approx([results[0]["loss"]] * 6, rel=1e-6)
+    phases = [list(result["phase_seconds"]) for result in results]
+    assert phases[0] == phases[1] == phases[2] == ["forward", "head", "backward", "update"]
+    assert phases[3] == phases[4] == phases[5] == ["forward", "head", "update"] and phases[6] == ["forward", "head"]
+    assert all(result["flops"] > 0 for result in results) and "weight products a token" in done.stdout
+
+
+@needs_mlx
+def test_against_mlx_lm(cache):
+    done = bench(cache, "--layers", "1", "--seq", "8", "--against", "mlx-lm")
+    assert done.returncode == 0, done.stderr
+    results = json.loads(done.stdout.splitlines()[-1])["results"]
+    assert len(results) == 5 and [result["loss"] for result in results] == pytest.approx([results[0]["loss"]] * 5, rel=1e-5)
+    assert all(result["allocator_peak_bytes"] > results[0]["allocator_peak_bytes"] for result in results[1:])
 
 
 @pytest.mark.parametrize(("machine", "names"), [("x86_64", {"LD_PRELOAD", "OPENBLAS_CORETYPE"}), ("aarch64", {"LD_PRELOAD"})])
 def test_only_x86_64_is_told_which_kernels(monkeypatch, machine, names):
     if not sys.platform.startswith("linux"):
         pytest.skip("a library is put before another on Linux only")
-    module = tool("bench_step")
+    module = tool("openblas")
     monkeypatch.setattr(module.glob, "glob", lambda _: ["libopenblas.so.0"])
     monkeypatch.setattr(module.platform, "machine", lambda: machine)
-    assert module._openblas().keys() == names
+    assert module.environment().keys() == names
 
 
 @needs_mlx

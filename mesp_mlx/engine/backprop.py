@@ -47,7 +47,7 @@ def loss_and_gradients(model: Model, store: Store, adapter: State, batches: Sequ
     store.expect(model.training_order(first))
     states = forward(model, store, adapter, batches, checkpoints, first)
     with store.open(model.head) as w:
-        loss, dstates = model.head.loss(w, states, batches)
+        losses, dstates = model.head.loss(w, states, batches)
     for segment in reversed(model.segments[first:]):
         dstates = backward(segment, checkpoints.pop(), dstates)
-    return loss
+    return sum(losses)

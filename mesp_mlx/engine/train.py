@@ -14,8 +14,8 @@ from mesp_mlx.config import Settings
 from mesp_mlx.data import batches
 from mesp_mlx.data.group import Group
 from mesp_mlx.data.rows import Rows
-from mesp_mlx.engine.backprop import forward, loss_and_gradients
-from mesp_mlx.engine.sink import HeldSink
+from mesp_mlx.engine.backprop import forward
+from mesp_mlx.engine.methods import loss_and_gradients
 from mesp_mlx.errors import RunStopped
 from mesp_mlx.memory import measure
 from mesp_mlx.model.model import Model
@@ -107,14 +107,11 @@ def train(run: Run) -> tuple[float | None, float | None]:
 
 def step(run: Run, update: int, groups: list[Group]) -> tuple[float, int, float]:
     """One optimizer update: the loss summed over its supervised tokens, their number, and the learning rate."""
-    settings, backend = run.settings, run.optimizer.backend
+    settings = run.settings
     rate, supervised = config.learning_rate(settings, update, run.updates), _supervised(groups)
     dropout = Dropout(settings.seed, update, settings.lora_parameters.dropout) if settings.lora_parameters.dropout else None
-    sink = HeldSink(backend)
-    loss = loss_and_gradients(run.model, run.store, run.adapter, [Batch(group, dropout) for group in groups], sink)
-    if not math.isfinite(loss):
-        raise RunStopped(f"update {update + 1}: the loss is {loss}. Nothing of it was applied. Try a lower --learning-rate or --scale.")
-    gradients, _ = sink.finish(supervised, settings.grad_clip)
+    batches = [Batch(group, dropout) for group in groups]
+    loss, gradients = loss_and_gradients(settings, update, run.model, run.store, run.adapter, batches)
     with run.whole():
         run.optimizer.apply(run.adapter, gradients, rate)
     return loss, supervised, rate
@@ -151,7 +148,7 @@ def validate(run: Run, valid: list[list[Group]]) -> float:
         run.store.expect(run.model.forward_order())
         states = forward(run.model, run.store, run.adapter, held)
         with run.store.open(run.model.head) as w:
-            total += run.model.head.loss(w, states, held, gradient=False)[0]
+            total += sum(run.model.head.loss(w, states, held, gradient=False)[0])
     if not math.isfinite(total):
         raise RunStopped(f"the validation loss is {total}: the model's weights, or the adapter, hold numbers that are not finite. It was not saved.")
     return total / sum(_supervised(groups) for groups in valid)

@@ -1,4 +1,4 @@
-"""What a run uses: the allocator's count of arrays, and the operating system's count of the process. All in bytes.
+"""What a run uses: the allocator's count of arrays, and the operating system's count of this process or another. All in bytes.
 
 "Peak" of a process is the kernel's own high-water mark since the process began: nothing is sampled, so nothing is missed.
 """
@@ -9,9 +9,8 @@ import struct
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
+from functools import cache
 
-_STATUS = Path("/proc/self/status")
 _RUSAGE_INFO_V4 = 4
 CACHE_BYTES = 4_000_000  # freed buffers that MLX may keep for reuse: the operating system counts them, the allocator's peak does not
 _M_MMAP_THRESHOLD = -3  # of glibc's malloc.h
@@ -60,26 +59,78 @@ def return_freed_memory() -> None:
 
 def process_peak_bytes() -> int:
     """The most memory this process has held since it began: peak resident set (Linux, Windows), peak physical footprint (macOS)."""
-    if sys.platform == "darwin" and (footprint := _footprint()) is not None:
-        return footprint[1]
-    if sys.platform == "win32":
-        import psutil
-
-        return psutil.Process().memory_info().peak_wset
-    if (high_water := _status("VmHWM")) is not None:
-        return high_water
-    return _resource_peak_bytes()
+    counted = process_bytes(os.getpid())
+    return counted[1] if counted and counted[1] is not None else _resource_peak_bytes()
 
 
 def process_now_bytes() -> int:
     """What this process holds now: resident set (Linux, Windows), physical footprint (macOS)."""
-    if sys.platform == "darwin" and (footprint := _footprint()) is not None:
-        return footprint[0]
-    if (resident := _status("VmRSS")) is not None:
-        return resident
+    if (counted := process_bytes(os.getpid())) is not None:
+        return counted[0]
     import psutil
 
     return psutil.Process().memory_info().rss
+
+
+def process_bytes(pid: int) -> tuple[int, int | None] | None:
+    """(what a process holds now, the most it ever held), as above; the second is None where the system keeps no such mark. None if it has ended."""
+    if sys.platform == "darwin":
+        return _footprint(pid)
+    if sys.platform == "linux":
+        return _resident(pid)
+    import psutil
+
+    try:
+        counted = psutil.Process(pid).memory_info()
+    except psutil.Error:
+        return None
+    return counted.rss, getattr(counted, "peak_wset", None)
+
+
+def proportional_bytes(pid: int) -> int | None:
+    """Linux's proportional set size, in which processes that share a page share its count; None elsewhere, or if it has ended.
+
+    Costly: the kernel walks every page of the process, about 20 ms for each GB, and the process can't map memory meanwhile.
+    """
+    return _size(_proc(f"/proc/{pid}/smaps_rollup"), b"\nPss:")
+
+
+def all_pids() -> set[int]:
+    """All processes of the machine, on Linux, where finding the children of one means asking each for its parent; elsewhere none."""
+    return {int(name) for name in os.listdir("/proc") if name.isdigit()} if sys.platform == "linux" else set()
+
+
+def parent_pid(pid: int) -> int | None:
+    """Who started a process, on Linux; None if it has ended."""
+    state = _proc(f"/proc/{pid}/stat").rpartition(b")")[2].split()  # the name before it may hold spaces and brackets
+    return int(state[1]) if state else None
+
+
+def child_pids(pid: int) -> list[int]:
+    """The processes that a process started: on macOS by libproc, whose call answers their number (xnu's libsyscall/wrappers/libproc); else by psutil."""
+    if sys.platform == "darwin":
+        buffer = (ctypes.c_int * 4096)()
+        call = _libproc().proc_listchildpids
+        call.argtypes, call.restype = [ctypes.c_int, ctypes.c_void_p, ctypes.c_int], ctypes.c_int
+        return list(buffer[: max(0, call(pid, buffer, ctypes.sizeof(buffer)))])
+    import psutil
+
+    try:
+        return [child.pid for child in psutil.Process(pid).children()]
+    except psutil.Error:
+        return []
+
+
+def process_name(pid: int) -> str:
+    """The name of its program, empty if it has ended."""
+    if sys.platform == "linux":
+        return _proc(f"/proc/{pid}/comm").decode(errors="replace").strip()
+    import psutil
+
+    try:
+        return psutil.Process(pid).name()
+    except psutil.Error:
+        return ""
 
 
 def decode_rusage_v4(data: bytes) -> tuple[int, int]:
@@ -93,21 +144,37 @@ def decode_rusage_v4(data: bytes) -> tuple[int, int]:
     return counters[7], counters[28]
 
 
-def _footprint() -> tuple[int, int] | None:
+def _footprint(pid: int) -> tuple[int, int] | None:
     buffer = ctypes.create_string_buffer(1024)  # the struct has 296 bytes; newer kernels may know more
-    call = ctypes.CDLL("/usr/lib/libproc.dylib").proc_pid_rusage
+    call = _libproc().proc_pid_rusage
     call.argtypes, call.restype = [ctypes.c_int, ctypes.c_int, ctypes.c_void_p], ctypes.c_int
-    return decode_rusage_v4(buffer.raw) if call(os.getpid(), _RUSAGE_INFO_V4, buffer) == 0 else None
+    return decode_rusage_v4(buffer.raw) if call(pid, _RUSAGE_INFO_V4, buffer) == 0 else None
 
 
-def _status(field: str) -> int | None:
-    """One size of Linux's /proc/self/status, or None where there is none."""
+@cache
+def _libproc() -> ctypes.CDLL:
+    return ctypes.CDLL("/usr/lib/libproc.dylib")
+
+
+def _resident(pid: int) -> tuple[int, int] | None:
+    status = _proc(f"/proc/{pid}/status")
+    now, peak = _size(status, b"\nVmRSS:"), _size(status, b"\nVmHWM:")
+    return None if now is None or peak is None else (now, peak)
+
+
+def _proc(path: str) -> bytes:
+    """A file of /proc, empty if its process has ended or belongs to somebody else."""
     try:
-        lines = _STATUS.read_text().splitlines()
+        with open(path, "rb", buffering=0) as file:
+            return file.read()
     except OSError:
-        return None
-    found = next((line.split() for line in lines if line.startswith(f"{field}:")), None)
-    return int(found[1]) * 1024 if found else None  # the kernel says kB and means 1,024 bytes
+        return b""
+
+
+def _size(text: bytes, field: bytes) -> int | None:
+    """A size from a file of /proc: the kernel says kB and means 1,024 bytes."""
+    start = text.find(field)
+    return None if start < 0 else int(text[start + len(field) :].split(None, 1)[0]) * 1024
 
 
 def _resource_peak_bytes() -> int:

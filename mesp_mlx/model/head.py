@@ -29,8 +29,8 @@ class Head:
     def table(self) -> str:
         return "model.embed_tokens" if self.spec.tied else "lm_head"
 
-    def loss(self, w: Any, states: list[State], batches: Sequence[Batch], gradient: bool = True) -> tuple[float, list[State]]:
-        """The loss summed over the supervised tokens of all groups, and its gradient with respect to each state (none asked for: no list).
+    def loss(self, w: Any, states: list[State], batches: Sequence[Batch], gradient: bool = True) -> tuple[list[float], list[State]]:
+        """Each group's loss, summed over its supervised tokens, and its gradient with respect to each state (none asked for: no list).
 
         Takes the states out of their list, and keeps of each what is supervised. Evaluates tile by tile: a tile's buffer is free before the next but
         one is read.
@@ -41,7 +41,7 @@ class Head:
         index = [arrays.asarray(rows) for rows in picked]
         shapes = [state["x"].shape for state in states]
         inputs = [self.evaluate(arrays.take_rows(_flat(states.pop(0)["x"]), rows)) for rows in index]
-        normed = [self._normed(w, x) for x in inputs]
+        normed = [self.evaluate(self._normed(w, inputs[i] if gradient else inputs.pop(0))) for i in range(len(inputs))]
         sweeps = [ops.cross_entropy.start(h, gradient) for h in normed]
         for first, tile in w.tiles(self.table, self._tile_rows(max(len(rows) for rows in picked))):
             tile = self.evaluate(ops.quantized.unpacked(tile, normed[0].dtype))
@@ -49,15 +49,16 @@ class Head:
                 sweeps[i] = ops.cross_entropy.add(sweeps[i], h, targets[i], first, tile)
                 self.evaluate(sweeps[i])
             del tile
-        total, dstates = 0.0, []
+        losses, dstates = [], []
         for rows, (batch, tokens, width) in zip(index, shapes, strict=True):
-            x, _ = inputs.pop(0), normed.pop(0)
+            del normed[0]
             loss, dh = ops.cross_entropy.finish(sweeps.pop(0))
-            total += float(loss)
+            losses.append(float(loss))
             if gradient:
+                x = inputs.pop(0)
                 dx = ops.rms_norm.backward(x, w["model.norm"]["weight"], self.spec.rms_norm_eps, dh)
                 dstates.append(self.evaluate({"x": arrays.scatter_rows(dx, rows, batch * tokens).reshape(batch, tokens, width)}))
-        return total, dstates
+        return losses, dstates
 
     def likeliest(self, w: Any, state: State) -> int:
         """The token with the largest logit after the last position of a single row."""

@@ -5,7 +5,7 @@ gradient (`{"x": [B,T,D]}`) and the batch, which carries none. It never sees oth
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -16,6 +16,21 @@ State = dict[str, Any]
 Gradients = dict[str, Any]
 ATTENTION_MODULES = ("q_proj", "k_proj", "v_proj", "o_proj")
 MLP_MODULES = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
+
+
+class Stage(Protocol):
+    """What the loop needs of a stage: its name, its frozen modules, those that can be adapted, and both directions."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def modules(self) -> tuple[str, ...]: ...
+    @property
+    def adaptable(self) -> tuple[str, ...]: ...
+    def forward(self, w: Any, adapter: State, state: State, batch: "Batch") -> tuple[State, State]: ...
+    def backward(
+        self, w: Any, adapter: State, state: State, kept: State | None, dstate: State, batch: "Batch", need_dx: bool
+    ) -> tuple[State, Gradients]: ...
 
 
 @dataclass(frozen=True)
@@ -37,10 +52,11 @@ class Batch:
 
 @dataclass(frozen=True)
 class Lora:
-    """The LoRA terms of a stage: the backend to compute with and mlx-lm's scale."""
+    """The LoRA terms of a stage: the backend to compute with, mlx-lm's scale, and whether h = x̃ A is kept from forward to backward."""
 
     ops: Any
     scale: float
+    keep_h: bool = False
 
     def pair(self, adapter: State, module: str) -> tuple[Any, Any] | None:
         """(A, B) of a module, or None when it is not adapted."""
@@ -56,16 +72,20 @@ class Lora:
         rows = [self.ops.dropout.keep_mask(drop.seed, drop.update, int(row), module, tokens, width, drop.rate) for row in batch.group.rows]
         return self.ops.arrays.concatenate([keep.reshape(1, tokens, width) for keep in rows], 0), drop.rate
 
-    def forward(self, w: Any, adapter: State, module: str, x: Any, batch: Batch) -> Any:
+    def forward(self, w: Any, adapter: State, module: str, x: Any, batch: Batch, kept: State) -> Any:
+        """y. What is kept of h is put into `kept`, and taken from there."""
         pair = self.pair(adapter, module)
-        return self.ops.lora_linear.forward(x, w[module], pair, self.scale, self.dropout(pair, batch, module))
+        dropout = self.dropout(pair, batch, module)
+        if self.keep_h and pair and module not in kept:
+            kept[module] = self.ops.lora_linear.hidden(x, pair, dropout)
+        return self.ops.lora_linear.forward(x, w[module], pair, self.scale, dropout, kept.get(module))
 
-    def backward(self, w: Any, adapter: State, module: str, x: Any, dy: Any, batch: Batch, need_dx: bool, gradients: Gradients) -> Any:
+    def backward(self, w: Any, adapter: State, module: str, x: Any, dy: Any, batch: Batch, need_dx: bool, gradients: Gradients, kept: State) -> Any:
         """dx, or None unless needed; the gradients of A and B go into `gradients`."""
         pair = self.pair(adapter, module)
         if pair is None and not need_dx:
             return None
-        dx, dpair = self.ops.lora_linear.backward(x, w[module], pair, self.scale, dy, self.dropout(pair, batch, module), need_dx)
+        dx, dpair = self.ops.lora_linear.backward(x, w[module], pair, self.scale, dy, self.dropout(pair, batch, module), need_dx, kept.get(module))
         collect(gradients, module, dpair)
         return dx
 
@@ -107,29 +127,30 @@ class AttentionStage:
         return self.spec.head_dim**-0.5
 
     def forward(self, w: Any, adapter: State, state: State, batch: Batch) -> tuple[State, State]:
-        """The sublayer's output, and what backward may be given back: the attention output [B,T,H·d]."""
-        ops, x = self.lora.ops, state["x"]
-        q, k, v = self._heads(w, *self._projections(w, adapter, self._normed(w, x), batch))
-        attention = _merge(ops.attention.forward(q, k, v, self._scale, self.spec.windows[self.layer]))
-        return {"x": x + self.lora.forward(w, adapter, self.adaptable[3], attention, batch)}, {"attention": attention}
+        """The sublayer's output, and what backward may be given back: the attention output [B,T,H·d], and each module's h if it is kept."""
+        ops, x, kept = self.lora.ops, state["x"], {}
+        q, k, v = self._heads(w, *self._projections(w, adapter, self._normed(w, x), batch, kept))
+        kept["attention"] = merge_heads(ops.attention.forward(q, k, v, self._scale, self.spec.windows[self.layer]))
+        return {"x": x + self.lora.forward(w, adapter, self.adaptable[3], kept["attention"], batch, kept)}, kept
 
     def backward(self, w: Any, adapter: State, state: State, kept: State | None, dstate: State, batch: Batch, need_dx: bool) -> tuple[State, Gradients]:
         """Gradients of the state and of the adapters. Recomputed: norm, q, k, v; never o_proj; the attention output unless kept."""
         ops, lora, x, dy = self.lora.ops, self.lora, state["x"], dstate["x"]
         gradients: Gradients = {}
+        kept = kept or {}
         h = self._normed(w, x)
-        raw = self._projections(w, adapter, h, batch)
+        raw = self._projections(w, adapter, h, batch, kept)
         q, k, v = self._heads(w, *raw)
-        attention = kept["attention"] if kept else _merge(ops.attention.forward(q, k, v, self._scale, self.spec.windows[self.layer]))
+        attention = kept["attention"] if "attention" in kept else merge_heads(ops.attention.forward(q, k, v, self._scale, self.spec.windows[self.layer]))
         inner = need_dx or any(lora.pair(adapter, module) for module in self.adaptable[:3])
-        dattention = lora.backward(w, adapter, self.adaptable[3], attention, dy, batch, inner, gradients)
+        dattention = lora.backward(w, adapter, self.adaptable[3], attention, dy, batch, inner, gradients, kept)
         if not inner:
             return {}, gradients
-        dheads = ops.attention.backward(q, k, v, self._scale, _split(dattention, self.spec.num_heads), self.spec.windows[self.layer])
+        dheads = ops.attention.backward(q, k, v, self._scale, split_heads(dattention, self.spec.num_heads), self.spec.windows[self.layer])
         del q, k, v, attention, dattention
         dh = None
         for module, dprojection in zip(self.adaptable[:3], self._heads_backward(w, raw, dheads), strict=True):
-            part = lora.backward(w, adapter, module, h, dprojection, batch, need_dx, gradients)
+            part = lora.backward(w, adapter, module, h, dprojection, batch, need_dx, gradients, kept)
             dh = part if dh is None else dh + part
         if not need_dx:
             return {}, gradients
@@ -138,13 +159,13 @@ class AttentionStage:
     def _normed(self, w: Any, x: Any) -> Any:
         return self.lora.ops.rms_norm.forward(x, w[self.norm]["weight"], self.spec.rms_norm_eps)
 
-    def _projections(self, w: Any, adapter: State, h: Any, batch: Batch) -> list[Any]:
-        return [self.lora.forward(w, adapter, module, h, batch) for module in self.adaptable[:3]]
+    def _projections(self, w: Any, adapter: State, h: Any, batch: Batch, kept: State) -> list[Any]:
+        return [self.lora.forward(w, adapter, module, h, batch, kept) for module in self.adaptable[:3]]
 
     def _heads(self, w: Any, q: Any, k: Any, v: Any) -> tuple[Any, Any, Any]:
         """Projections [B,T,·] to heads [B,·,T,d]: split, normalised where the family does, turned by their positions."""
         ops, spec = self.lora.ops, self.spec
-        q, k, v = _split(q, spec.num_heads), _split(k, spec.num_kv_heads), _split(v, spec.num_kv_heads)
+        q, k, v = split_heads(q, spec.num_heads), split_heads(k, spec.num_kv_heads), split_heads(v, spec.num_kv_heads)
         if spec.qk_norm:
             q = ops.rms_norm.forward(q, w[f"{self.name}.q_norm"]["weight"], spec.rms_norm_eps)
             k = ops.rms_norm.forward(k, w[f"{self.name}.k_norm"]["weight"], spec.rms_norm_eps)
@@ -156,18 +177,18 @@ class AttentionStage:
         dq, dk, dv = dheads
         dq, dk = ops.rope.backward(dq, self.rope), ops.rope.backward(dk, self.rope)
         if spec.qk_norm:
-            dq = ops.rms_norm.backward(_split(raw[0], spec.num_heads), w[f"{self.name}.q_norm"]["weight"], spec.rms_norm_eps, dq)
-            dk = ops.rms_norm.backward(_split(raw[1], spec.num_kv_heads), w[f"{self.name}.k_norm"]["weight"], spec.rms_norm_eps, dk)
-        return _merge(dq), _merge(dk), _merge(dv)
+            dq = ops.rms_norm.backward(split_heads(raw[0], spec.num_heads), w[f"{self.name}.q_norm"]["weight"], spec.rms_norm_eps, dq)
+            dk = ops.rms_norm.backward(split_heads(raw[1], spec.num_kv_heads), w[f"{self.name}.k_norm"]["weight"], spec.rms_norm_eps, dk)
+        return merge_heads(dq), merge_heads(dk), merge_heads(dv)
 
 
-def _split(x: Any, heads: int) -> Any:
+def split_heads(x: Any, heads: int) -> Any:
     """[B,T,heads·d] to [B,heads,T,d]."""
     batch, tokens, width = x.shape
     return x.reshape(batch, tokens, heads, width // heads).transpose(0, 2, 1, 3)
 
 
-def _merge(x: Any) -> Any:
+def merge_heads(x: Any) -> Any:
     """[B,heads,T,d] to [B,T,heads·d]."""
     batch, heads, tokens, width = x.shape
     return x.transpose(0, 2, 1, 3).reshape(batch, tokens, heads * width)
@@ -224,9 +245,6 @@ class MLPStage:
         pairs = {key: self.lora.pair(adapter, f"{self.name}.{module}") for key, module in MLP_MODULES.items()}
         dropout = {key: self.lora.dropout(pairs[key], batch, f"{self.name}.{module}") for key, module in MLP_MODULES.items()}
         return pairs, self.lora.scale, dropout if any(dropout.values()) else None
-
-
-Stage = AttentionStage | MLPStage
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,6 @@
 Ops never evaluate: they return lazy arrays whose tiles are chained, and the caller evaluates.
 """
 
-from mesp_mlx.ops import arrays, attention, buffers, cross_entropy, dropout, gated_mlp, lora_linear, quantized, random, rms_norm, rope
+from mesp_mlx.ops import arrays, attention, buffers, cross_entropy, dropout, gated_mlp, lora_linear, plain, quantized, random, rms_norm, rope
 
-__all__ = ["arrays", "attention", "buffers", "cross_entropy", "dropout", "gated_mlp", "lora_linear", "quantized", "random", "rms_norm", "rope"]
+__all__ = ["arrays", "attention", "buffers", "cross_entropy", "dropout", "gated_mlp", "lora_linear", "plain", "quantized", "random", "rms_norm", "rope"]

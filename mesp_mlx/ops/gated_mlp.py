@@ -49,7 +49,7 @@ def forward(
     down_pair = lora["down"]
     y = h_down = None
     for i, j in _tiles(flat, gate, tile):
-        after = [a for a in (y, h_down) if a is not None]
+        after = [a for a in (y, h_down) if a is not None] or [flat]
         g, u = (_project(flat, _rows(linear, i, j, x.dtype, after), lora[name], hidden.get(name), i, j) for name, linear in (("gate", gate), ("up", up)))
         z = _activate(g, activation) * u
         y = _sum(y, quantized.matmul(z, _columns(down, i, j, x.dtype, after)))
@@ -95,7 +95,8 @@ def backward(
     da_down: list[mx.array] = []
     for i, j in _tiles(flat, gate, tile):
         # Every result of a tile comes before the next tile: one left over would keep the tile's arrays alive.
-        after = [a for a in (dx, h_down, *dh.values(), *da_down[-1:], *(piece for pieces in db.values() for piece in pieces[-1:])) if a is not None]
+        last = (dx, h_down, *dh.values(), *da_down[-1:], *(piece for pieces in db.values() for piece in pieces[-1:]))
+        after = [a for a in last if a is not None] or [dy_flat]
         tiles = {"gate": _rows(gate, i, j, x.dtype, after), "up": _rows(up, i, j, x.dtype, after)}
         g, u = (_project(flat, tiles[name], lora[name], hidden.get(name), i, j) for name in ("gate", "up"))
         phi, slope = _activate_with_slope(g, activation)

@@ -27,26 +27,38 @@ def drop(x: mx.array, dropout: Dropout | None) -> mx.array:
     return mx.where(keep, x / (1 - rate), 0)
 
 
-def forward(x: mx.array, linear: Linear, lora: Pair | None, scale: float, dropout: Dropout | None = None) -> mx.array:
-    """x [..., in] -> y [..., out] in the dtype of x."""
+def hidden(x: mx.array, lora: Pair, dropout: Dropout | None = None) -> mx.array:
+    """h = x̃ A, [..., in] -> [..., R]."""
+    return drop(x, dropout) @ lora[0]
+
+
+def forward(x: mx.array, linear: Linear, lora: Pair | None, scale: float, dropout: Dropout | None = None, h: mx.array | None = None) -> mx.array:
+    """x [..., in] -> y [..., out] in the dtype of x. h is `hidden`, where the caller has it."""
     y = quantized.matmul(x, linear)
     if lora is None:
         return y
-    a, b = lora
-    return y + (scale * (drop(x, dropout) @ a) @ b).astype(x.dtype)
+    h = hidden(x, lora, dropout) if h is None else h
+    return y + (scale * h @ lora[1]).astype(x.dtype)
 
 
 def backward(
-    x: mx.array, linear: Linear, lora: Pair | None, scale: float, dy: mx.array, dropout: Dropout | None = None, need_dx: bool = True
+    x: mx.array,
+    linear: Linear,
+    lora: Pair | None,
+    scale: float,
+    dy: mx.array,
+    dropout: Dropout | None = None,
+    need_dx: bool = True,
+    h: mx.array | None = None,
 ) -> tuple[mx.array | None, Pair | None]:
-    """(dx [..., in] or None, (dA [in, R], dB [R, out]) float32 or None), given dy [..., out]."""
+    """(dx [..., in] or None, (dA [in, R], dB [R, out]) float32 or None), given dy [..., out]. h is `hidden`, where it was kept: paid for in memory."""
     dx = quantized.matmul_transposed(dy, linear) if need_dx else None  # [N,out] @ [out,in] -> [N,in]
     if lora is None:
         return dx, None
     a, b = lora
     dropped, g = drop(x, dropout).reshape(-1, x.shape[-1]), dy.reshape(-1, dy.shape[-1])
-    h = scale * (dropped @ a)  # [N,in] @ [in,R] -> [N,R]
-    db = h.T @ g  # [R,N] @ [N,out] -> [R,out]
+    h = dropped @ a if h is None else h.reshape(-1, h.shape[-1])  # [N,in] @ [in,R] -> [N,R]
+    db = (scale * h).T @ g  # [R,N] @ [N,out] -> [R,out]
     dh = scale * (g @ b.T)  # [N,out] @ [out,R] -> [N,R]
     da = dropped.T @ dh  # [in,N] @ [N,R] -> [in,R]
     if dx is not None:

@@ -8,7 +8,8 @@ and `bias` [out] if it has one. The weight it stands for is
 
 A GPU multiplies by packed weights (mx.quantized_matmul). On a CPU device that kernel is scalar code, so a tile of rows is
 dequantised, in the dtype of the activations, and an ordinary product follows; tiles wait for one another, so that only
-about one of them exists at a time.
+about one of them exists at a time, and the first waits for the product's input: mx.compile would else find that forward and backward dequantise it
+alike, do so once, and keep it in between.
 """
 
 import math
@@ -99,7 +100,7 @@ def matmul(x: mx.array, linear: Linear) -> mx.array:
     else:
         pieces: list[mx.array] = []
         for i, j in _tiles(linear, x.dtype):
-            weight = dequantize(wait(rows(linear_without_bias(linear), i, j), pieces[-1:]), x.dtype)
+            weight = dequantize(wait(rows(linear_without_bias(linear), i, j), pieces[-1:] or [x]), x.dtype)
             pieces.append(x @ weight.T)
         y = pieces[0] if len(pieces) == 1 else mx.concatenate(pieces, axis=-1)
     return y + linear["bias"].astype(x.dtype) if "bias" in linear else y
@@ -111,11 +112,16 @@ def matmul_transposed(dy: mx.array, linear: Linear) -> mx.array:
         return _quantized_matmul(dy, linear, transpose=False)
     dx: mx.array | None = None
     for i, j in _tiles(linear, dy.dtype):
-        weight = dequantize(wait(rows(linear_without_bias(linear), i, j), [] if dx is None else [dx]), dy.dtype)
+        weight = dequantize(wait(rows(linear_without_bias(linear), i, j), [dy if dx is None else dx]), dy.dtype)
         part = dy[..., i:j] @ weight
         dx = part if dx is None else dx.astype(mx.float32) + part
     assert dx is not None
     return dx.astype(dy.dtype)
+
+
+def apply(x: mx.array, linear: Linear) -> mx.array:
+    """`matmul` as an ordinary MLX function whose gradient is `matmul_transposed`: what is dequantised is not kept for it. The frozen linear gets zeros."""
+    return _apply(x, linear)
 
 
 def _codes(packed: mx.array, bits: int) -> mx.array:
@@ -144,3 +150,12 @@ def _tiles(linear: Linear, dtype: mx.Dtype) -> list[tuple[int, int]]:
         return [(0, out)]
     step = max(8, TILE_BYTES // (width * dtype.size) // 8 * 8)
     return [(i, min(i + step, out)) for i in range(0, out, step)]
+
+
+_apply: Any = mx.custom_function(matmul)
+
+
+@_apply.vjp
+def _(primals: Any, dy: mx.array, _y: mx.array) -> Any:
+    _x, linear = primals
+    return matmul_transposed(dy, linear), zeros_like(linear)

@@ -20,26 +20,38 @@ def drop(x: np.ndarray, dropout: Dropout | None) -> np.ndarray:
     return x * (keep * x.dtype.type(1 / (1 - rate)))
 
 
-def forward(x: np.ndarray, linear: Linear, lora: Pair | None, scale: float, dropout: Dropout | None = None) -> np.ndarray:
-    """x [..., in] -> y [..., out] in the dtype of x."""
+def hidden(x: np.ndarray, lora: Pair, dropout: Dropout | None = None) -> np.ndarray:
+    """h = x̃ A, [..., in] -> [..., R]."""
+    return drop(x, dropout) @ lora[0]
+
+
+def forward(x: np.ndarray, linear: Linear, lora: Pair | None, scale: float, dropout: Dropout | None = None, h: np.ndarray | None = None) -> np.ndarray:
+    """x [..., in] -> y [..., out] in the dtype of x. h is `hidden`, where the caller has it."""
     y = quantized.matmul(x, linear)
     if lora is not None:
-        a, b = lora
-        y += scale * (drop(x, dropout) @ a) @ b
+        h = hidden(x, lora, dropout) if h is None else h
+        y += scale * h @ lora[1]
     return y
 
 
 def backward(
-    x: np.ndarray, linear: Linear, lora: Pair | None, scale: float, dy: np.ndarray, dropout: Dropout | None = None, need_dx: bool = True
+    x: np.ndarray,
+    linear: Linear,
+    lora: Pair | None,
+    scale: float,
+    dy: np.ndarray,
+    dropout: Dropout | None = None,
+    need_dx: bool = True,
+    h: np.ndarray | None = None,
 ) -> tuple[np.ndarray | None, Pair | None]:
-    """(dx [..., in] or None, (dA [in, R], dB [R, out]) or None), given dy [..., out]."""
+    """(dx [..., in] or None, (dA [in, R], dB [R, out]) or None), given dy [..., out]. h is `hidden`, where it was kept: paid for in memory."""
     dx = quantized.matmul_transposed(dy, linear) if need_dx else None  # [N,out] @ [out,in] -> [N,in]
     if lora is None:
         return dx, None
     a, b = lora
     dropped, g = drop(x, dropout).reshape(-1, x.shape[-1]), dy.reshape(-1, dy.shape[-1])
-    h = scale * (dropped @ a)  # [N,in] @ [in,R] -> [N,R]
-    db = h.T @ g  # [R,N] @ [N,out] -> [R,out]
+    h = dropped @ a if h is None else h.reshape(-1, h.shape[-1])  # [N,in] @ [in,R] -> [N,R]
+    db = (scale * h).T @ g  # [R,N] @ [N,out] -> [R,out]
     dh = scale * (g @ b.T)  # [N,out] @ [out,R] -> [N,R]
     da = dropped.T @ dh  # [in,N] @ [N,R] -> [in,R]
     if dx is not None:

@@ -31,6 +31,14 @@ def uniform(key: np.ndarray, low: float, high: float, shape: tuple[int, ...]) ->
     return (unit * (high32 - low32) + low32).reshape(shape)
 
 
+def normal(key: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+    """Float32 draws from a standard normal distribution (Box and Muller, 1958, eq. 1: two from two uniform ones)."""
+    count = math.prod(shape)
+    pairs = uniform(key, 0, 1, (2, -(-count // 2)))
+    size, angle = np.sqrt(-2 * np.log(1 - pairs[0])), np.float32(2 * math.pi) * pairs[1]
+    return np.concatenate([size * np.cos(angle), size * np.sin(angle)])[:count].reshape(shape)
+
+
 def _bits(key: np.ndarray, n: int) -> np.ndarray:
     half = n // 2
     first = np.arange(n - half, dtype=np.uint32)

@@ -6,7 +6,7 @@ Only the main thread touches the backend; the reader fills bytes.
 
 import os
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -76,16 +76,27 @@ class Weights:
 class Store:
     """Reads the frozen weights of a model, stage by stage.
 
+    Args:
+        entries: the model's tensors, as `safetensors.read_folder` finds them.
+        spec: its shape.
+        backend: whose arrays to fill.
+        resident: keep every stage that was opened, in the form it is stored in, until the store is closed.
+        watch: called with a stage's name whenever one is opened: for measuring.
+
     Attributes:
         loads: how many times each module was read whole.
         bytes_read: bytes read from disk so far.
     """
 
-    def __init__(self, entries: Mapping[str, Entry], spec: ModelSpec, backend: Any):
+    def __init__(
+        self, entries: Mapping[str, Entry], spec: ModelSpec, backend: Any, resident: bool = False, watch: Callable[[str], None] | None = None
+    ):
         self.loads: Counter[str] = Counter()
         self.bytes_read = 0
         self._entries, self._spec, self._backend = entries, spec, backend
         self._descriptors: dict[Path, int] = {}
+        self._resident: dict[str, Weights] | None = {} if resident else None
+        self._watch = watch
         self._expected: deque[Reads] = deque()
         self._ahead: tuple[Reads, _Loading] | None = None
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="weights")
@@ -101,6 +112,13 @@ class Store:
         Raises:
             UserError: a file is truncated or can't be read.
         """
+        if self._watch:
+            self._watch(stage.name)
+        if self._resident is not None:
+            if stage.name not in self._resident:
+                self._resident[stage.name] = Weights(self, self.wait(self.load(stage)))
+            yield self._resident[stage.name]
+            return
         ahead, self._ahead = self._ahead, None
         loading = ahead[1] if ahead and ahead[0] is stage else self.load(stage)
         del ahead  # what was read for another stage must not stay while this one is open
@@ -162,7 +180,7 @@ class Store:
     def close(self) -> None:
         """Stop the reader and close the files."""
         self._reader.shutdown(cancel_futures=True)
-        self._ahead = None
+        self._ahead = self._resident = None
         for descriptor in self._descriptors.values():
             os.close(descriptor)
         self._descriptors.clear()

@@ -1,0 +1,87 @@
+"""The products of an update: counted from shapes, and counted as they are called for."""
+
+import math
+
+import numpy as np
+import pytest
+from backends import each_backend
+from engines import SCALE, Gathered, random_adapter, random_group
+from models import make_model, tiny_config, tool
+
+from mesp_mlx import config
+from mesp_mlx.engine import backprop, methods, zeroth_order
+from mesp_mlx.model import work
+from mesp_mlx.model.model import build
+from mesp_mlx.model.spec import PROJECTIONS, load_spec, read_config
+from mesp_mlx.model.stages import Batch
+from mesp_mlx.stream.safetensors import read_folder
+from mesp_mlx.stream.store import Store
+
+ROWS, TOKENS = 2, 24
+
+
+MILLIONS = {"forward": 134.48, "backprop": 268.40, "backprop-checkpointed": 374.57, "mesp": 364.62, "mezo": 268.96}
+
+
+@pytest.mark.parametrize(("method", "millions"), MILLIONS.items())
+def test_of_a_real_shape(method, millions):
+    """SmolLM2-135M, per token: 106.17 M weights in its layers, 28.31 M in its tied table; the first q, k and v are not multiplied backwards."""
+    spec = load_spec(tool("make_random_model").SHAPES["smollm2-135m"])
+    counted = work.of_update(spec, method, ROWS, TOKENS, 8)
+    assert counted.weights / (ROWS * TOKENS) / 1e6 == pytest.approx(millions, abs=0.02)
+    assert counted.flops > 2 * counted.weights > 20 * (counted.attention + counted.adapters)
+
+
+@each_backend
+@pytest.mark.parametrize("method", ["forward", *config.VARIANTS])
+def test_as_called_for(tmp_path, monkeypatch, backend, method):
+    """Every product with a frozen weight goes through two functions, but for one in NumPy's loss."""
+    folder = make_model(tmp_path / "model", tiny_config("llama"))
+    spec, calls = load_spec(read_config(folder)), []
+
+    def counting(inner):
+        def called(x, linear):
+            out, width = backend.quantized.shape(linear)
+            calls.append(int(np.prod(x.shape[:-1])) * out * width)
+            return inner(x, linear)
+
+        return called
+
+    variant = {"method": "mesp"} | config.VARIANTS.get(method, {})
+    model = build(spec, backend, SCALE, method=variant["method"], tiled_head=variant.get("tiled_head", False))
+    adapter = {name: backend.arrays.asarray(value) for name, value in random_adapter(folder).items()}
+    group = random_group(spec.vocab_size, [TOKENS] * ROWS, supervised=1.1)
+    assert group.mask.all()
+    if backend.arrays.name == "mlx":  # the custom function calls what it was made of
+        monkeypatch.setattr(backend.quantized, "apply", lambda x, linear: _custom(backend)(x, linear))
+    for function in ("matmul", "matmul_transposed"):
+        monkeypatch.setattr(backend.quantized, function, counting(getattr(backend.quantized, function)))
+    with Store(read_folder(folder), spec, backend, resident=variant["method"] == "backprop") as store:
+        batches = [Batch(group)]
+        if method == "mezo":
+            zeroth_order.slopes(model, store, adapter, batches, zeroth_order.Perturbations(0, 0))
+        elif method == "forward":
+            states = backprop.forward(model, store, adapter, batches)
+            with store.open(model.head) as w:
+                model.head.loss(w, states, batches, gradient=False)
+        else:
+            methods.exact(variant["method"], variant.get("grad_checkpoint", False))(model, store, adapter, batches, Gathered(backend))
+    found, expected = sum(calls), work.of_update(spec, method, ROWS, TOKENS, 4).weights
+    tokens, mlp = ROWS * TOKENS, spec.num_layers * spec.intermediate_size * spec.hidden_size
+    if backend.arrays.name == "numpy":
+        # Direct products with a dequantised tile: of the probabilities, and of the gradients of gate and up.
+        expected -= tokens * spec.vocab_size * spec.hidden_size * (method in ("mesp", "mebp-tiled"))
+        expected -= tokens * 2 * mlp * (method == "mesp")
+    # Called for, and computed by NumPy; MLX leaves out what no result needs: a replayed layer's output, and below the lowest layer.
+    expected += tokens * mlp * (variant["method"] == "mebp")
+    if method == "backprop-checkpointed" and backend.arrays.name == "mlx":
+        expected += tokens * sum(math.prod(spec.linear_shape(projection)) for projection in PROJECTIONS[:3])
+    assert found == expected
+
+
+def _custom(backend):
+    import mlx.core as mx
+
+    function = mx.custom_function(lambda x, linear: backend.quantized.matmul(x, linear))
+    function.vjp(lambda primals, dy, _: (backend.quantized.matmul_transposed(dy, primals[1]), backend.quantized.zeros_like(primals[1])))
+    return function

@@ -1,0 +1,200 @@
+"""`mesp-mlx check-gradients`: are the structured gradients of this model, on this machine, the true ones?
+
+What is compared, in float32, on one row and an adapter whose B is random (a B of zero hides dA):
+
+- Each op's backward, and each stage's, with NumPy in float64 (see `op_checks`): what names a fault.
+- The whole model with autodiff by layer. Both take the loss by the tiled head, which `op_checks` has judged: so the layers are compared, nothing else.
+- The whole model with autodiff of the graph at once, logits whole, if it fits in memory.
+- The first layers, as a model of their own, with NumPy in float64: its tape, plain code, logits whole.
+
+In the run's own dtype of activations, where that has 16 bits: ops, stages and the whole model, against the same truths or float32 autodiff. Nothing is exact
+there; the structured gradient may be off by SLACK times what autodiff by layer is off by at worst in that dtype, no more.
+
+A tensor's error is max|difference| / max|truth|; in float32 it may be 1e-4. Where two float32 gradients differ by more, neither is a truth to judge the other
+by: MLX's CPU device, for one, adds up the terms of a large head one by one, which puts whole logits, and whole autodiff, 1e-3 off. Then NumPy in float64 walks
+the whole model and judges instead: structured gradients may be 1e-4 from it, or SLACK times what the better autodiff is. NaN never passes.
+
+No more of the model is held than in training, but by whole autodiff; of gradients, two sets, and whole autodiff's.
+"""
+
+import dataclasses
+import json
+import os
+import sys
+import time
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from mesp_mlx import adapter as adapters
+from mesp_mlx import backend as backends
+from mesp_mlx import config, finetune, op_checks, reference, sources
+from mesp_mlx.data import batches
+from mesp_mlx.data.group import Group
+from mesp_mlx.data.rows import read_rows
+from mesp_mlx.errors import UserError
+from mesp_mlx.interrupt import Interrupts
+from mesp_mlx.memory import measure
+from mesp_mlx.model import source, weights
+from mesp_mlx.model.model import build
+from mesp_mlx.model.spec import ModelSpec, load_spec, read_config
+from mesp_mlx.model.stages import Batch
+from mesp_mlx.model_checks import ROWS, SCALE, Comparison, Gradients, Subject, compare
+from mesp_mlx.op_checks import FLOORS, Check, dtype_name
+from mesp_mlx.stream.safetensors import read_folder
+from mesp_mlx.stream.store import Store
+
+B_SHARE = 0.1  # of A's size, for B
+
+
+def run(
+    model: str, data: str | None, seq: int, layers: int, rank: int, backend: str, quantize: str, seed: int, json_file: str | None, dtype: Any = None
+) -> int:
+    """Compare, print, and give 0 if the gradients are exact, else 1. dtype: of activations, if not the backend's own for the model.
+
+    Raises:
+        UserError: something the user can change.
+    """
+    started = time.perf_counter()
+    console = _console()
+    if json_file and not Path(json_file).absolute().parent.is_dir():
+        raise UserError(f"--json {json_file}: its folder does not exist. Make it, or choose another file.")
+
+    def note(line: str) -> None:
+        console.print(f"{time.perf_counter() - started:6.1f} s  {line}", soft_wrap=True)
+
+    arrays = backends.choose(backend)
+    with ExitStack() as stack:
+        stack.enter_context(Interrupts())
+        stack.enter_context(np.errstate(over="ignore", invalid="ignore"))  # what is not finite fails
+        stack.enter_context(measure.small_cache(arrays.arrays.name))
+        found = source.resolve_apart(model, config.cache_folder(), quantize)
+        spec = load_spec(read_config(found.folder), str(found.folder / "config.json"))
+        entries = read_folder(found.folder)
+        weights.check(spec, entries)
+        if seq > spec.max_positions:
+            raise UserError(f"--seq is {seq}, but the model was made for {spec.max_positions} positions. Lower it.")
+        group = _data_row(data, model, quantize, seq, spec, found.folder) if data else _random_row(spec, seq, seed)
+        stored = entries.get("model.embed_tokens.scales") or entries["model.embed_tokens.weight"]
+        dtype = dtype or backends.activation_dtype(arrays, stored.dtype)
+        subject = Subject(spec, entries, arrays, group, _random_adapter(spec, rank, seed))
+        facts = {
+            "model": found.name, "family": spec.model_type, "backend": arrays.arrays.name, "dtype": dtype_name(dtype), "layers": spec.num_layers,
+            "data": data or "random tokens", "positions": group.ids.size, "supervised": int(group.mask.sum()), "rank": rank, "scale": SCALE, "seed": seed,
+        }  # fmt: skip
+        console.print(", ".join(f"{name} {value:g}" if isinstance(value, float) else f"{name} {value}" for name, value in facts.items()), soft_wrap=True)
+        checks = _op_checks(subject, dtype, seed)
+        note(f"ops and stages of the first layer, and the head: {sum(check.passed for check in checks)} of {len(checks)} within their bounds")
+        comparisons = compare(subject, layers, dtype, all(check.passed for check in checks), note)
+    line = verdict(checks, comparisons)
+    exact = all(check.passed for check in checks) and all(comparison.passed for comparison in comparisons)
+    _print(console, checks, comparisons)
+    console.print(line, soft_wrap=True, style="bold green" if exact else "bold red")
+    if json_file:
+        _write(Path(json_file), {**facts, "exact": exact, "verdict": line, "seconds": time.perf_counter() - started}, checks, comparisons)
+    return 0 if exact else 1
+
+
+def _op_checks(subject: Subject, dtype: Any, seed: int) -> list[Check]:
+    """In float32, and at the run's own dtype if that is another."""
+    arrays, checks = subject.backend.arrays, []
+    adapter = {name: arrays.asarray(array) for name, array in subject.adapter.items()}
+    for each in dict.fromkeys((arrays.float32, dtype)):
+        model = build(subject.spec, subject.backend, SCALE, subject.group.ids.size, each)
+        with Store(subject.entries, subject.spec, subject.backend) as store:
+            checks += op_checks.check(model, subject.spec, store, adapter, Batch(subject.group), seed)
+    return checks
+
+
+def _random_adapter(spec: ModelSpec, rank: int, seed: int) -> Gradients:
+    """A as training starts, B uniform and a tenth of its size: seven projections in every layer."""
+    modules, rng = adapters.choose_modules(spec), np.random.default_rng([seed, 0])
+    adapter = adapters.initialise(spec, modules, rank, seed, reference)
+    for module in modules:
+        a, b = adapter[f"{module}.lora_a"], adapter[f"{module}.lora_b"]
+        b[:] = rng.uniform(-B_SHARE, B_SHARE, b.shape) / np.sqrt(len(a))
+    return adapter
+
+
+def _random_row(spec: ModelSpec, seq: int, seed: int) -> Group:
+    tokens = np.random.default_rng([seed, 2]).integers(0, spec.vocab_size, (1, seq), dtype=np.int32)
+    return Group(tokens[:, :-1], tokens[:, 1:], np.ones((1, seq - 1), bool), (0,), (seq - 1,))
+
+
+def _data_row(data: str, model: str, quantize: str, seq: int, spec: ModelSpec, folder: Path) -> Group:
+    """The first row of the data that is long enough and has something supervised, cut, masked as finetune masks it."""
+    settings = sources.load(None, {"model": model, "data": data, "quantize": quantize, "val_batches": 0})
+    rows = read_rows(settings, finetune.data_files(settings), folder, spec, config.cache_folder() / "tokens").train_set
+    lengths = rows.lengths()
+    usable = np.flatnonzero((lengths >= seq) & (rows.supervised(seq) > 0))
+    if not len(usable):
+        longest = int(lengths[rows.supervised(seq) > 0].max(initial=0))
+        raise UserError(f"--data {data}: no row has {seq} tokens with one among them to learn; the longest that has one to learn has {longest}. Change --seq.")
+    (group,) = batches.groups(rows, usable[:1], seq, [seq - 1])
+    return group
+
+
+def _console() -> Console:
+    terminal = sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
+    return Console(file=sys.stdout, force_terminal=terminal, width=None if terminal else 160, markup=False, highlight=False, emoji=False)
+
+
+def _print(console: Console, checks: list[Check], comparisons: list[Comparison]) -> None:
+    """A table of ops, and one of projections."""
+    style = box.SIMPLE if console.is_terminal else None
+    ops = Table("backward of", "in", "worst output", "error", "autodiff", "bound", "", box=style)
+    for check in checks:
+        figures = (f"{figure:.1e}" for figure in (check.errors[check.worst], max(check.autodiff.values()), check.bound))
+        ops.add_row(check.name, check.dtype, check.worst, *figures, "ok" if check.passed else "WRONG")
+    projections = Table("worst, median", *(f"{comparison.title}{' (settled)' if comparison.settled else ''}" for comparison in comparisons), box=style)
+    for name in ROWS:
+        cells = []
+        for comparison in comparisons:
+            row = comparison.rows()[name]
+            fine = comparison.settled or row["worst"] <= comparison.bound
+            cells.append(f"{row['worst']:.1e} {row['median']:.1e}{'' if fine else ' WRONG'}")
+        projections.add_row(name.replace(".lora_a", " A").replace(".lora_b", " B"), *cells)
+    for part in ("", ops, "", projections, ""):
+        console.print(part)
+
+
+def _write(file: Path, facts: dict[str, Any], checks: list[Check], comparisons: list[Comparison]) -> None:
+    """All the figures as one JSON object; what isn't finite is null."""
+    ops = [dataclasses.asdict(check) | {"bound": check.bound, "passed": check.passed} for check in checks]
+    compared = [dataclasses.asdict(each) | {"projections": each.rows(), "bound": each.bound, "passed": each.passed} for each in comparisons]
+    try:
+        file.write_text(json.dumps(_finite(facts | {"ops": ops, "comparisons": compared}), indent=1, allow_nan=False) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"writing --json {file}: {error.strerror}. Choose another file.") from None
+
+
+def _finite(tree: Any) -> Any:
+    if isinstance(tree, dict):
+        return {name: _finite(part) for name, part in tree.items()}
+    if isinstance(tree, list | tuple):
+        return [_finite(part) for part in tree]
+    return None if isinstance(tree, float) and not np.isfinite(tree) else tree
+
+
+def verdict(checks: list[Check], comparisons: list[Comparison]) -> str:
+    """In one line: exact or not, how far off at worst, and where."""
+    failed, over = [check for check in checks if not check.passed], [comparison for comparison in comparisons if not comparison.passed]
+    if failed:
+        first = failed[0]
+        others = ", ".join(dict.fromkeys(check.name for check in failed if check.name != first.name))
+        line = f"NOT exact: the backward of {first.name} is off by {first.errors[first.worst]:.1e} in {first.worst} (bound {first.bound:.1e})"
+        return line + (f"; so are those of {others}, perhaps because they use it" if others else "")
+    if over:
+        first = over[0]
+        line = f"NOT exact: {first.worst} is off by {first.errors[first.worst]:.1e} from {first.title}"
+        return line + ", though each op and stage of the first layer passes by itself"
+    worst = max(max(comparison.errors.values()) for comparison in comparisons if comparison.dtype == "float32" and not comparison.settled)
+    line = f"the gradients are exact: worst error {worst:.1e} (bound {FLOORS['float32']:.0e}"
+    line += "" if worst <= FLOORS["float32"] else ", or what autodiff is off by"
+    low = next((comparison for comparison in comparisons if comparison.dtype != "float32"), None)
+    return line + (f") in float32, and {low.errors[low.worst]:.1e} in {low.dtype}, no worse than autodiff" if low else ")")

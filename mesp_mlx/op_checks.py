@@ -1,0 +1,334 @@
+"""Each op's backward, then each stage's, at a model's own first-layer weights and shapes: so that a fault in a gradient has a name.
+
+The truth is NumPy in float64 on the same inputs: the op in plain code (`reference.plain`), differentiated by its tape. Two backwards serve that tape too,
+and are judged without it: the frozen product's by a dense product with the dequantised weight, rope's by the matrix of the forward rotation, column by
+column. Cross-entropy's truth is the softmax of whole float64 logits. A stage's is a plain layer whose other half adds nothing.
+
+An output's error is max|difference| / max|truth|. It may be as large as its dtype's floor, or as SLACK times the largest that autodiff of the op's plain code
+makes with the run's own arrays and dtype, whichever is more: where a dtype or a device rounds coarsely, nobody can do better.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+
+from mesp_mlx import reference
+from mesp_mlx.engine import backprop
+from mesp_mlx.model.model import Model, build
+from mesp_mlx.model.plain import DecoderLayer
+from mesp_mlx.model.spec import ModelSpec
+from mesp_mlx.model.stages import MLP_MODULES, AttentionStage, Batch, MLPStage, State, split_heads
+from mesp_mlx.stream.store import Store
+
+FLOORS = {"float32": 1e-4, "bfloat16": 2.0**-8, "float16": 2.0**-11}  # of the 16-bit types: a rounding of the largest number
+SLACK = 2.0  # of two largest errors. Measured in 16 bits on tiny models: their ratio is 0.7 to 1.0 in the mean, by op, and by chance up to 1.5
+FAINT = 1e-6  # a tensor this much smaller than its fellows is measured by them: it may hold nothing but their rounding
+BLOCK_ROWS, TABLE_ROWS = 16, 1024  # query rows in a block of attention, so that there are several; rows in a tile of the head's table
+
+
+def dtype_name(dtype: Any) -> str:
+    """`float32` of either backend's."""
+    return getattr(dtype, "__name__", str(dtype)).rpartition(".")[2]
+
+
+def bound(dtype: str, autodiff: dict[str, float] | None) -> float:
+    """The largest error let pass, given those of plain autodiff, if they were taken."""
+    largest = max((autodiff or {}).values(), default=0.0)
+    return max(FLOORS[dtype], SLACK * largest if math.isfinite(largest) else 0.0)
+
+
+def error(found: np.ndarray, truth: np.ndarray, largest: float = 0.0) -> float:
+    """max|found - truth| / max|truth|; infinite if a number is not finite or the shapes differ. largest: of all the truths beside this one, see FAINT."""
+    if found.shape != truth.shape or not (np.isfinite(found).all() and np.isfinite(truth).all()):
+        return math.inf
+    off = float(np.abs(found.astype(np.float64) - truth).max(initial=0.0))
+    return off / max(float(np.abs(truth).max(initial=0.0)), FAINT * largest, 1e-30)
+
+
+def numbers(tree: Any) -> Any:
+    """The same nested dicts and tuples with their arrays in NumPy, floating-point numbers as float64."""
+    if isinstance(tree, dict):
+        return {name: numbers(part) for name, part in tree.items()}
+    if isinstance(tree, tuple):
+        return tuple(numbers(part) for part in tree)
+    if not hasattr(tree, "dtype"):
+        return tree
+    if not isinstance(tree, np.ndarray | np.generic):
+        from mesp_mlx import ops  # an MLX array: MLX is here
+
+        tree = ops.arrays.to_numpy(tree)
+    return tree.astype(np.float64) if tree.dtype.kind == "f" else tree
+
+
+@dataclass(frozen=True)
+class Check:
+    """How far the outputs of one backward are off, by name, and those of plain autodiff."""
+
+    name: str
+    dtype: str
+    errors: dict[str, float]
+    autodiff: dict[str, float]
+
+    @property
+    def bound(self) -> float:
+        return bound(self.dtype, self.autodiff)
+
+    @property
+    def worst(self) -> str:
+        """The output that is furthest off."""
+        return max(self.errors, key=lambda output: self.errors[output])
+
+    @property
+    def passed(self) -> bool:
+        return self.errors[self.worst] <= self.bound
+
+
+def check(model: Model, spec: ModelSpec, store: Store, adapter: State, batch: Batch, seed: int) -> Iterator[Check]:
+    """The ops of the first layer and the head, those that others use before them, then the stages: the first to fail is the culprit.
+
+    Args:
+        model: of structured stages, in the dtype to check.
+        adapter: arrays of the model's backend; every projection of the first layer has its pair.
+        batch: one group, whose first layer's inputs and last state are what the ops are given; cotangents are random.
+    """
+    (attention, mlp), backend, dtype = model.segments[0], model.embedding.ops, model.embedding.dtype
+    assert isinstance(attention, AttentionStage)
+    layer, exact = (_plain_layer(spec, side, attention.lora.scale, to) for side, to in ((backend, dtype), (reference, np.float64)))
+    bench = Bench(spec, backend, dtype, attention.lora.scale, adapter, batch, np.random.default_rng([seed, 1]), layer, exact, {}, {})
+    with store.open(model.embedding) as w:
+        bench.arrays["x"] = model.evaluate(model.embedding.forward(w, batch)["x"])
+    with store.open(layer) as w:
+        bench.frozen.update({module: w[module] for module in layer.modules})
+        bench.prepare()
+        for one_op in (_quantized, _rms_norm, _rope, _attention, _lora_linear, _gated_mlp):
+            yield one_op(bench)
+        halves = [_stage(bench, "attention stage", attention, "x", mlp.adaptable[-1]), _stage(bench, "MLP stage", mlp, "m", attention.adaptable[-1])]
+        bench.frozen.clear()
+    store.expect(model.forward_order())
+    (state,) = backprop.forward(model, store, adapter, [batch])
+    cross_entropy, head = _head(bench, model, store, state)
+    yield from (cross_entropy, *halves, head)
+
+
+def _plain_layer(spec: ModelSpec, backend: ModuleType, scale: float, dtype: Any) -> DecoderLayer:
+    """The first layer in a backend's plain code."""
+    one = dataclasses.replace(spec, num_layers=1, windows=spec.windows[:1])
+    (layer,) = build(one, backend, scale, dtype=dtype, method="mebp").segments[0]
+    assert isinstance(layer, DecoderLayer)
+    return layer
+
+
+@dataclass(frozen=True)
+class Bench:
+    """The first layer in plain code on both sides, the run's and float64's, its weights, and what comes to each op."""
+
+    spec: ModelSpec
+    backend: ModuleType
+    dtype: Any
+    scale: float
+    adapter: State
+    batch: Batch
+    rng: np.random.Generator
+    layer: DecoderLayer
+    exact: DecoderLayer
+    frozen: dict[str, Any]
+    arrays: dict[str, Any]
+
+    def prepare(self) -> None:
+        """From the layer's input x: the inputs h and h2 of its two halves' projections, m between the halves, and its heads, raw, normalised and turned."""
+        plain, spec, attention, mlp = self.backend.plain, self.spec, self.layer.attention, self.layer.mlp
+        x = self.arrays["x"]
+        h = plain.rms_norm(x, self.weight(attention.norm), spec.rms_norm_eps)
+        found = {"h": h}
+        for name, module, heads in zip("qkv", attention.adaptable[:3], (spec.num_heads, spec.num_kv_heads, spec.num_kv_heads), strict=True):
+            found[f"raw {name}"] = head = split_heads(plain.linear(h, self.frozen[module], self.pair(module), self.scale), heads)
+            if name != "v":
+                head = plain.rms_norm(head, self.weight(f"{attention.name}.{name}_norm"), spec.rms_norm_eps) if spec.qk_norm else head
+                found[f"unturned {name}"] = head
+                head = plain.rope(head, attention.rope)
+            found[name] = head
+        found["m"] = self.layer.layer(self.without(mlp.adaptable[2]), self.own(attention), x, self.batch)
+        found["h2"] = plain.rms_norm(found["m"], self.weight(mlp.norm), spec.rms_norm_eps)
+        self.arrays.update(self.backend.arrays.evaluate(found))
+
+    def weight(self, norm: str) -> Any:
+        return self.frozen[norm]["weight"]
+
+    def pair(self, module: str) -> Any:
+        return self.layer.attention.lora.pair(self.adapter, module)
+
+    def own(self, stage: AttentionStage | MLPStage) -> State:
+        """A stage's tensors of the adapter."""
+        return {f"{module}.lora_{half}": self.adapter[f"{module}.lora_{half}"] for module in stage.adaptable for half in "ab"}
+
+    def without(self, module: str) -> dict[str, Any]:
+        """The layer's weights with one linear that gives zeros."""
+        zeroed = {"scales", "biases", "bias"} if "scales" in self.frozen[module] else {"weight", "bias"}
+        return self.frozen | {module: {name: value * 0 if name in zeroed else value for name, value in self.frozen[module].items()}}
+
+    def random(self, like: Any) -> Any:
+        """A cotangent for an output of that shape."""
+        return self.in_dtype(self.rng.standard_normal(like.shape, np.float32))
+
+    def in_dtype(self, array: np.ndarray) -> Any:
+        return self.backend.arrays.astype(self.backend.arrays.asarray(array.astype(np.float32)), self.dtype)
+
+    def autodiff(self, form: Callable[..., Any], primals: State, dy: Any, *frozen: Any, parts: tuple[Any, Any] | None = None) -> tuple[State, State]:
+        """Gradients of form(part, primals, *frozen) by autodiff of plain code, by the run's side and in float64. parts: what the plain code of each is."""
+        ours, exact = parts or (self.backend.plain, reference.plain)
+        naive = self.backend.plain.vjp(lambda given: form(ours, given, *frozen), primals, dy)[1]
+        constants = [numbers(part) for part in frozen]
+        return naive, reference.plain.vjp(lambda given: form(exact, given, *constants), numbers(primals), numbers(dy))[1]
+
+    def judge(self, name: str, found: State, naive: State, truth: State) -> Check:
+        found, naive, truth = numbers(found), numbers(naive), numbers(truth)
+        largest = max(float(np.abs(array).max(initial=0.0)) for array in truth.values())
+        ours, theirs = ({output: error(side[output], truth[output], largest) for output in truth} for side in (found, naive))
+        return Check(name, dtype_name(self.dtype), ours, theirs)
+
+
+def _quantized(bench: Bench) -> Check:
+    """The product with k_proj, which is small enough to be dequantised whole."""
+    ops, linear = bench.backend.quantized, bench.frozen[bench.layer.attention.adaptable[1]]
+    dy = bench.in_dtype(bench.rng.standard_normal((*bench.arrays["h"].shape[:2], ops.shape(linear)[0])))
+    naive, truth = dy @ ops.dequantize(linear, bench.dtype), numbers(dy) @ reference.quantized.dequantize(numbers(linear), np.float64)
+    return bench.judge("quantized", {"x": ops.matmul_transposed(dy, linear)}, {"x": naive}, {"x": truth})
+
+
+def _rms_norm(bench: Bench) -> Check:
+    """The layer's first norm, and those of q and k where the family has them."""
+    attention, eps = bench.layer.attention, bench.spec.rms_norm_eps
+    inputs = {"x": (bench.arrays["x"], bench.weight(attention.norm))}
+    if bench.spec.qk_norm:
+        inputs |= {name: (bench.arrays[f"raw {name}"], bench.weight(f"{attention.name}.{name}_norm")) for name in "qk"}
+    found, naive, truth = {}, {}, {}
+    for name, (x, weight) in inputs.items():
+        dy = bench.random(x)
+        found[name] = bench.backend.rms_norm.backward(x, weight, eps, dy)
+        sides = bench.autodiff(lambda part, given, weight: part.rms_norm(given["x"], weight, eps), {"x": x}, dy, weight)
+        naive[name], truth[name] = (side["x"] for side in sides)
+    return bench.judge("rms_norm", found, naive, truth)
+
+
+def _rope(bench: Bench) -> Check:
+    dy = bench.random(bench.arrays["unturned q"])
+    naive = _turned_back(bench.backend, bench.layer.attention.rope, bench.dtype, dy)
+    truth = _turned_back(reference, bench.exact.attention.rope, np.float64, numbers(dy))
+    return bench.judge("rope", {"x": bench.backend.rope.backward(dy, bench.layer.attention.rope)}, {"x": naive}, {"x": truth})
+
+
+def _turned_back(backend: ModuleType, rope: dict[str, Any], dtype: Any, dy: Any) -> np.ndarray:
+    """The gradient at x from dy [B, H, T, d] by the forward rotation alone, which is linear: feature i of dx is dy times the turned unit vector i."""
+    dx = np.empty(dy.shape)
+    for i in range(dy.shape[-1]):
+        unit = np.zeros((1, 1, *dy.shape[-2:]), np.float32)
+        unit[..., i] = 1
+        dx[..., i] = numbers((dy * backend.rope.forward(backend.arrays.astype(backend.arrays.asarray(unit), dtype), rope)).sum(-1))
+    return dx
+
+
+def _attention(bench: Bench) -> Check:
+    """In several blocks, with each of the model's windows."""
+    heads, scale = {name: bench.arrays[name] for name in "qkv"}, bench.spec.head_dim**-0.5
+    found, naive, truth = {}, {}, {}
+    for window in dict.fromkeys(bench.spec.windows):
+        dy = bench.random(heads["q"])
+        gradients = bench.backend.attention.backward(*heads.values(), scale, dy, window, BLOCK_ROWS)
+        sides = bench.autodiff(lambda part, given, window=window: part.attention(given["q"], given["k"], given["v"], scale, window), heads, dy)
+        for whole, side in zip((found, naive, truth), (dict(zip("qkv", gradients, strict=True)), *sides), strict=True):
+            whole |= {name if window is None else f"{name} (window {window})": array for name, array in side.items()}
+    return bench.judge("attention", found, naive, truth)
+
+
+def _lora_linear(bench: Bench) -> Check:
+    """k_proj's."""
+    module = bench.layer.attention.adaptable[1]
+    h, linear, (a, b) = bench.arrays["h"], bench.frozen[module], bench.pair(module)
+    dy = bench.in_dtype(bench.rng.standard_normal((*h.shape[:2], b.shape[1])))
+    dx, (da, db) = bench.backend.lora_linear.backward(h, linear, (a, b), bench.scale, dy)
+
+    def form(part: Any, given: State, linear: dict[str, Any]) -> Any:
+        return part.linear(given["x"], linear, (given["A"], given["B"]), bench.scale)
+
+    sides = bench.autodiff(form, {"x": h, "A": a, "B": b}, dy, linear)
+    return bench.judge("lora_linear", {"x": dx, "A": da, "B": db}, *sides)
+
+
+def _gated_mlp(bench: Bench) -> Check:
+    modules = dict(zip(MLP_MODULES, bench.layer.mlp.adaptable, strict=True))
+    h, pairs = bench.arrays["h2"], {name: bench.pair(module) for name, module in modules.items()}
+    linears = {name: bench.frozen[module] for name, module in modules.items()}
+
+    def form(part: Any, given: State, linears: dict[str, Any]) -> Any:
+        def linear(name: str, x: Any) -> Any:
+            return part.linear(x, linears[name], (given[f"{name} A"], given[f"{name} B"]), bench.scale)
+
+        return linear("down", part.gate(linear("gate", given["x"]), linear("up", given["x"])))
+
+    def named(x: Any, pairs: dict[str, Any]) -> State:
+        return {"x": x} | {f"{name} {half}": array for name, pair in pairs.items() for half, array in zip("AB", pair, strict=True)}
+
+    dy = bench.random(h)
+    dx, dpairs = bench.backend.gated_mlp.backward(h, *linears.values(), pairs, bench.scale, dy)
+    return bench.judge("gated_mlp", named(dx, dpairs), *bench.autodiff(form, named(h, pairs), dy, linears))
+
+
+def _stage(bench: Bench, name: str, stage: Any, start: str, other: str) -> Check:
+    """A stage from its input; `other` is the last linear of the layer's other half."""
+    x, own, batch = bench.arrays[start], bench.own(stage), bench.batch
+    dy = bench.random(x)
+    _, kept = stage.forward(bench.frozen, own, {"x": x}, batch)
+    dstate, gradients = stage.backward(bench.frozen, own, {"x": x}, kept, {"x": dy}, batch, True)
+    parts = bench.layer, bench.exact
+    sides = bench.autodiff(lambda part, given, w: part.layer(w, given, given["x"], batch), {"x": x} | own, dy, bench.without(other), parts=parts)
+    return bench.judge(name, *({tensor.removeprefix("model.layers.0."): array for tensor, array in side.items()} for side in (dstate | gradients, *sides)))
+
+
+def _head(bench: Bench, model: Model, store: Store, state: State) -> tuple[Check, Check]:
+    """Cross-entropy's sweep at the model's last state, and the head stage around it, at supervised positions."""
+    ops, arrays, group, eps, head = bench.backend, bench.backend.arrays, bench.batch.group, bench.spec.rms_norm_eps, model.head
+    picked = np.flatnonzero(group.mask.reshape(-1))
+    targets = group.targets.reshape(-1)[picked]
+    x = arrays.take_rows(state["x"].reshape(-1, bench.spec.hidden_size), arrays.asarray(picked))
+    with store.open(head) as w:
+        weight = w["model.norm"]["weight"]
+        h = model.evaluate(ops.plain.rms_norm(x, weight, eps))
+        sweep = ops.cross_entropy.start(h)
+        for first, tile in w.tiles(head.table, TABLE_ROWS):
+            sweep = model.evaluate(ops.cross_entropy.add(sweep, h, arrays.asarray(targets), first, tile))
+        dh = ops.cross_entropy.finish(sweep)[1]
+        sides = [_softmax_gradient(side, w, head.table, to, h, targets) for side, to in ((ops, bench.dtype), (reference, np.float64))]
+        one = bench.judge("cross_entropy", {"h": dh}, {"h": sides[0]}, {"h": sides[1]})
+        naive = ops.plain.vjp(lambda given: ops.plain.rms_norm(given["x"], weight, eps), {"x": x}, bench.in_dtype(sides[0]))[1]
+        truth = reference.plain.vjp(lambda given: reference.plain.rms_norm(given["x"], numbers(weight), eps), {"x": numbers(x)}, sides[1])[1]
+        found = head.loss(w, [state], [bench.batch])[1][0]["x"].reshape(-1, bench.spec.hidden_size)
+    wholes = [np.zeros(found.shape) for _ in range(2)]
+    for whole, side in zip(wholes, (naive, truth), strict=True):
+        whole[picked] = numbers(side["x"])
+    return one, bench.judge("head", {"x": found}, {"x": wholes[0]}, {"x": wholes[1]})
+
+
+def _softmax_gradient(ops: ModuleType, w: Any, table: str, dtype: Any, h: Any, targets: np.ndarray) -> np.ndarray:
+    """(softmax(logits) - onehot(targets)) W, float64 [N, D], from whole float64 logits: of the products in dtype, of which the table is read twice in tiles."""
+    exact = dtype is np.float64
+    h = numbers(h) if exact else h
+
+    def tiles() -> Iterator[tuple[int, dict[str, Any]]]:
+        return ((first, numbers(tile) if exact else tile) for first, tile in w.tiles(table, TABLE_ROWS))
+
+    logits = np.concatenate([numbers(ops.quantized.matmul(h, tile)) for _, tile in tiles()], axis=1)  # [N,D] @ [D,V] -> [N,V]
+    logits -= logits.max(axis=1, keepdims=True)
+    p = np.exp(logits, out=logits)
+    p /= p.sum(axis=1, keepdims=True)
+    p[np.arange(len(targets)), targets] -= 1
+    dh = np.zeros((len(targets), h.shape[1]))
+    for first, tile in tiles():
+        part = p[:, first : first + ops.quantized.shape(tile)[0]]
+        factor = part if exact else ops.arrays.astype(ops.arrays.asarray(part.astype(np.float32)), dtype)
+        dh += numbers(factor @ ops.quantized.dequantize(tile, dtype))  # [N,v] @ [v,D] -> [N,D]
+    return dh

@@ -2,6 +2,7 @@
 
 import importlib.util
 import platform
+from collections.abc import Mapping
 from types import ModuleType
 from typing import Any
 
@@ -39,6 +40,11 @@ def _numpy() -> ModuleType:
     from mesp_mlx import reference
 
     return reference
+
+
+def stored_dtype(entries: Mapping[str, Any]) -> str:
+    """The safetensors dtype of a model's floating-point tensors, by its embedding's. entries: as `safetensors.read_folder` gives them."""
+    return (entries.get("model.embed_tokens.scales") or entries["model.embed_tokens.weight"]).dtype
 
 
 def activation_dtype(backend: Any, stored: str) -> Any:

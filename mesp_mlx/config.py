@@ -127,7 +127,9 @@ class Settings(Section):
     train: Literal[True] = Field(default=True, description="accepted for mlx-lm's sake: finetune always trains")
     fine_tune_type: Literal["lora"] = Field(default="lora", description="what is trained; dora and full come in a later version")
     method: Literal["mesp", "mebp", "mezo", "backprop"] = Field(
-        default="mesp", description="how gradients are obtained: mesp (structured backward), mebp (autodiff by layer), mezo (losses alone), backprop (autodiff)"
+        default="mesp",
+        description="how gradients are obtained: mesp (structured backward), mebp (autodiff by layer), backprop (autodiff of the whole), or mezo (losses "
+        "alone; then by default sgd at a learning rate of 1e-4, not clipped)",
     )
     tiled_head: bool = Field(default=False, description="mebp: the loss in tiles of the vocabulary, as mesp's")
     mezo_epsilon: Float = Field(default=1e-3, gt=0, description="mezo: how far the adapter is moved to either side")
@@ -156,7 +158,7 @@ class Settings(Section):
     epochs: Int | None = Field(default=None, ge=1, description="passes over the rows (default: 3 under 1,000 rows, 2 under 10,000, else 1)")
     mask_prompt: bool = Field(default=True, description="learn only from the assistant's turns or the completion (default)")
     max_seq_length: Int | None = Field(default=None, ge=2, description=f"tokens of a row (default: the longest, up to the model's and {MAX_SEQ_LENGTH_CAP:,})")
-    seed: Int = Field(default=0, ge=0, lt=2**64, description="seed of the adapter, the order of rows and dropout")
+    seed: Int = Field(default=0, ge=0, lt=2**64, description="seed of the adapter, the order of rows, dropout and mezo's directions")
 
     val_batches: Int | None = Field(default=None, ge=-1, description="validation batches, -1 = all, 0 = none (default: what a tenth of the run's time allows)")
     steps_per_eval: Int = Field(default=200, ge=1, description="iterations between validations")

@@ -66,8 +66,7 @@ def prepare(settings: Settings, files: Mapping[str, Path | None], backend: Modul
     modules = adapters.choose_modules(spec, settings.num_layers, lora.keys)
     rows = read_rows(settings, files, found.folder, spec, config.cache_folder() / "tokens")
     adapter = _first_adapter(settings, spec, modules, backend)
-    stored = entries.get("model.embed_tokens.scales") or entries["model.embed_tokens.weight"]
-    dtype, group_tokens = backends.activation_dtype(backend, stored.dtype), batches.largest_group(rows.widths, settings.rows_per_update)
+    dtype, group_tokens = backends.activation_dtype(backend, backends.stored_dtype(entries)), batches.largest_group(rows.widths, settings.rows_per_update)
     model = build(spec, backend, lora.effective_scale, group_tokens, dtype, settings.method, settings.tiled_head)
     return Prepared(settings, backend, found, spec, entries, rows, modules, adapter, model)
 

@@ -11,7 +11,6 @@ BLAS: OpenBLAS is put before it where it is installed.
 """
 
 import argparse
-import importlib.util
 import json
 import os
 import statistics
@@ -19,8 +18,10 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from types import ModuleType
 from typing import Any
+
+import make_random_model
+import openblas
 
 from mesp_mlx.errors import UserError
 
@@ -33,19 +34,19 @@ def main() -> int:
 
     methods = (*VARIANTS, "forward")
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    shapes = _tool("make_random_model").SHAPES
+    shapes = make_random_model.SHAPES
     parser.add_argument("--shape", required=True, choices=sorted(shapes), metavar="NAME", help=", ".join(sorted(shapes)))
-    parser.add_argument("--layers", type=_positive, help="instead of the shape's own depth")
-    parser.add_argument("--seq", type=_positive, default=256, help="tokens of a row")
-    parser.add_argument("--batch", type=_positive, default=1, help="rows of the update")
-    parser.add_argument("--rank", type=_positive, default=8)
+    parser.add_argument("--layers", type=positive, help="instead of the shape's own depth")
+    parser.add_argument("--seq", type=positive, default=256, help="tokens of a row")
+    parser.add_argument("--batch", type=positive, default=1, help="rows of the update")
+    parser.add_argument("--rank", type=positive, default=8)
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of activations; bfloat16 on MLX")
     parser.add_argument("--backend", choices=("mlx", "numpy"), default="mlx")
     parser.add_argument("--method", type=lambda text: text.split(","), default=["mesp"], metavar="NAME,…", help=f"of {', '.join(methods)}")
     parser.add_argument("--against", choices=("mlx-lm",), help="measure its step too")
-    parser.add_argument("--iters", type=_positive, default=1, help="steps; the time is their median, the loss the first's")
-    parser.add_argument("--rounds", type=_positive, default=1, help="times each method is measured, in turn")
-    parser.add_argument("--room", type=_positive, help="bytes that MLX may run ahead by, instead of what the model's shape says")
+    parser.add_argument("--iters", type=positive, default=1, help="steps; the time is their median, the loss the first's")
+    parser.add_argument("--rounds", type=positive, default=1, help="times each method is measured, in turn")
+    parser.add_argument("--room", type=positive, help="bytes that MLX may run ahead by, instead of what the model's shape says")
     parser.add_argument("--keep-h", action="store_true", help="mesp: keep h = x A of the attention's modules instead of computing it again")
     parser.add_argument("--json", action="store_true", help="only the JSON object on the last line, tables apart")
     parser.add_argument("--child", type=Path, help=argparse.SUPPRESS)
@@ -187,13 +188,12 @@ def _phases(opened: list[tuple[str, float]], end: float) -> dict[str, float]:
 def _in_child(arguments: argparse.Namespace, name: str, layers: int) -> dict[str, Any]:
     from mesp_mlx.config import cache_folder
 
-    maker = _tool("make_random_model")
-    config = maker.SHAPES[arguments.shape] | {"num_hidden_layers": layers}
-    folder = cache_folder() / "bench" / f"{arguments.shape}-{layers}-layers-{maker.FORMAT}"
+    config = make_random_model.SHAPES[arguments.shape] | {"num_hidden_layers": layers}
+    folder = cache_folder() / "bench" / f"{arguments.shape}-{layers}-layers-{make_random_model.FORMAT}"
     if not (folder / "config.json").is_file():
         print(f"writing a random model of {layers} layers into the cache", file=sys.stderr)
-        maker.make(config, folder)
-    environment = os.environ | (_tool("openblas").environment() if arguments.backend == "mlx" else {})
+        make_random_model.make(config, folder)
+    environment = os.environ | (openblas.environment() if arguments.backend == "mlx" else {})
     chosen = {key: getattr(arguments, key) for key in ("seq", "batch", "rank", "dtype", "iters")}
     flags = [word for key, value in chosen.items() for word in (f"--{key}", str(value))]
     if name in MLX_LM:
@@ -253,18 +253,11 @@ def _megabytes(size: int | None) -> str:
     return "not counted" if size is None else f"{size / 1e6:.2f}"
 
 
-def _positive(text: str) -> int:
+def positive(text: str) -> int:
+    """A flag's whole number above 0."""
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text} is not a positive whole number")
     return int(text)
-
-
-def _tool(name: str) -> ModuleType:
-    description = importlib.util.spec_from_file_location(name, Path(__file__).parent / f"{name}.py")
-    assert description is not None and description.loader is not None
-    module = importlib.util.module_from_spec(description)
-    description.loader.exec_module(module)
-    return module
 
 
 if __name__ == "__main__":

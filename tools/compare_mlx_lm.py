@@ -26,10 +26,11 @@ import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
+import mlx_lm_step
 import numpy as np
+import openblas
 
 from mesp_mlx.config import Settings, cache_folder, demo_folder, learning_rate
 from mesp_mlx.data.group import Group
@@ -81,7 +82,7 @@ def compare(settings: Settings, modes: Sequence[str], product: str | None) -> di
 
     on_cpu = mx.default_device() == mx.cpu
     product = product or ("own" if on_cpu else "mlx")
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)} | (_tool("openblas").environment() if on_cpu else {})
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)} | (openblas.environment() if on_cpu else {})
     with tempfile.TemporaryDirectory(prefix="compare-mlx-lm-") as name:
         folder = Path(name)
         ours, log = folder / "ours", folder / "log.jsonl"
@@ -128,7 +129,7 @@ def train_by_mlx_lm(request: Mapping[str, Any]) -> dict[str, Any]:
     from mesp_mlx.model.spec import load_spec, read_config
     from mesp_mlx.stream.safetensors import read_folder
 
-    step, settings, model_folder = _tool("mlx_lm_step"), load(request["settings"], {}), Path(request["model_folder"])
+    step, settings, model_folder = mlx_lm_step, load(request["settings"], {}), Path(request["model_folder"])
     with measure.small_cache("mlx"):
         spec, entries = load_spec(read_config(model_folder)), read_folder(model_folder)
         files = find_files(demo_folder() if settings.data == "demo" else Path(settings.data))
@@ -140,8 +141,7 @@ def train_by_mlx_lm(request: Mapping[str, Any]) -> dict[str, Any]:
         else:
             adapter = adapters.initialise(spec, modules, lora.rank, settings.seed, ops)
         start = {name: np.array(value) for name, value in adapter.items()}
-        stored = entries.get("model.embed_tokens.scales") or entries["model.embed_tokens.weight"]
-        dtype = backends.activation_dtype(ops, stored.dtype)
+        dtype = backends.activation_dtype(ops, backends.stored_dtype(entries))
         model = step.load(model_folder, adapter, lora.rank, lora.effective_scale, dtype, request["product"] == "own")
         rates = mx.array([learning_rate(settings, update, request["updates"]) for update in range(request["updates"])])
         optimizer = {"sgd": optimizers.SGD, "adam": optimizers.Adam, "adamw": optimizers.AdamW}[settings.optimizer](
@@ -316,7 +316,7 @@ def _run(command: Sequence[str], environment: Mapping[str, str], doing: str) -> 
 
 def _check(arguments: argparse.Namespace) -> None:
     """Find now what would fail after the runs."""
-    _tool("mlx_lm_step").require_mlx_lm()
+    mlx_lm_step.require_mlx_lm()
     for file in filter(None, (arguments.json, arguments.plot)):
         if not file.absolute().parent.is_dir() or file.is_dir():
             raise UserError(f"{file} can't be written: there is no folder {file.absolute().parent}, or it is one itself.")
@@ -350,14 +350,6 @@ def _modes(text: str) -> tuple[str, ...]:
     if unknown := [word for word in chosen if word not in MODES]:
         raise argparse.ArgumentTypeError(f"{unknown[0]!r} is none of {', '.join(MODES)}")
     return chosen
-
-
-def _tool(name: str) -> ModuleType:
-    description = importlib.util.spec_from_file_location(name, Path(__file__).parent / f"{name}.py")
-    assert description is not None and description.loader is not None
-    module = importlib.util.module_from_spec(description)
-    description.loader.exec_module(module)
-    return module
 
 
 if __name__ == "__main__":

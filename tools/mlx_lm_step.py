@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from bench_step import positive
 
 from mesp_mlx.errors import UserError
 
@@ -190,11 +191,11 @@ def measure_step(arguments: argparse.Namespace) -> dict[str, Any]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, required=True, metavar="FOLDER", help="an MLX model folder, as make_random_model.py writes")
-    parser.add_argument("--seq", type=_positive, default=256, help="tokens of a row")
-    parser.add_argument("--batch", type=_positive, default=1, help="rows of the update")
-    parser.add_argument("--rank", type=_positive, default=8)
+    parser.add_argument("--seq", type=positive, default=256, help="tokens of a row")
+    parser.add_argument("--batch", type=positive, default=1, help="rows of the update")
+    parser.add_argument("--rank", type=positive, default=8)
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of activations")
-    parser.add_argument("--iters", type=_positive, default=1, help="steps; the time is their median, the loss the first's")
+    parser.add_argument("--iters", type=positive, default=1, help="steps; the time is their median, the loss the first's")
     parser.add_argument("--compile", action="store_true", help="as mlx-lm's trainer does; else eagerly")
     parser.add_argument("--grad-checkpoint", action="store_true", help="mlx-lm's checkpointing")
     parser.add_argument("--own-product", action="store_true", help="multiply by quantised weights as ours does")
@@ -218,12 +219,6 @@ def require_mlx_lm() -> None:
     backend.choose("mlx")
     if importlib.util.find_spec("mlx_lm") is None:
         raise UserError("mlx-lm, which this compares with, is not installed. Install it: pip install 'mlx-lm>=0.32.2,<0.33'.")
-
-
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not a positive whole number")
-    return int(text)
 
 
 if __name__ == "__main__":

@@ -120,8 +120,8 @@ def step(run: Run, update: int, groups: list[Group]) -> tuple[float, int, float]
 def validation_groups(run: Run) -> list[list[Group]]:
     """The rows that every validation measures: as many as were asked for, else so many that validating takes at most a tenth of the run's time.
 
-    A forward pass costs about a third of an update's three, so n validations of v tokens each stay below a tenth of the whole while
-    n * v <= trained tokens / 3.
+    A forward pass costs about a third of an exact update's three (mezo's takes two for each direction, or more), so n validations of v tokens each stay
+    below a tenth of the whole while n * v <= trained tokens / 3.
     """
     settings, rows = run.settings, run.rows
     count = len(rows.valid)

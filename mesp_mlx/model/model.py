@@ -95,7 +95,7 @@ def build(
     segments = tuple((DecoderLayer(*layer),) for layer in layers) if plain else tuple(layers)
     room = room_bytes or (plain_working_bytes(spec, group_tokens, tiled_head) if plain else working_bytes(spec, group_tokens))
     # Whole-graph autodiff holds what it holds: a limit would only slow it down.
-    evaluate = backend.arrays.evaluate if method == "backprop" else backend.arrays.evaluator(room)
+    evaluate = backend.arrays.evaluator(None if method == "backprop" else room)
     head = (WholeHead if plain and not tiled_head else Head)(spec, backend, evaluate)
     return Model(Embedding(backend, dtype or backend.arrays.float32), segments, head, evaluate)
 

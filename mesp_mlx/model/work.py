@@ -13,7 +13,7 @@ WEIGHTS = {
     "mesp": (4, 3, 3, 2, 2),  # q, k and v are recomputed for the replay and for the attention's own backward; o for the replay; down never
     "mebp": (3, 3, 3, 2, 2),  # autodiff does not recompute what only the layer's output needs
     "backprop": (2, 2, 2, 2, 2),
-    "backprop-checkpointed": (3, 3, 3, 3, 2),
+    "backprop-checkpointed": (3, 3, 3, 2, 2),
     "mezo": (2, 2, 2, 2, 2),
 }
 # Products of the scores' size; forward has two (scores, and probabilities with values), backward four, and a fifth where it recomputes the scores.

@@ -8,6 +8,7 @@ import numpy as np
 
 name = "mlx"
 float32 = mx.float32
+UNLIMITED_BYTES = 1 << 50
 
 
 def asarray(a: Any) -> mx.array:
@@ -41,14 +42,14 @@ def evaluate(tree: Any, *more: Any) -> Any:
     return tree
 
 
-def evaluator(room_bytes: int) -> Callable[[Any], Any]:
-    """`evaluate` that holds execution back: tasks wait while more than room_bytes beyond what is active at its start are allocated.
+def evaluator(room_bytes: int | None) -> Callable[[Any], Any]:
+    """`evaluate` that holds execution back: tasks wait while more than room_bytes beyond what is active at its start are allocated; None: they never do.
 
     Without it MLX runs up to ten tasks ahead of the one that frees memory; with too little room every task waits for the one before.
     """
 
     def evaluate_within(tree: Any) -> Any:
-        mx.set_memory_limit(mx.get_active_memory() + room_bytes)
+        mx.set_memory_limit(UNLIMITED_BYTES if room_bytes is None else mx.get_active_memory() + room_bytes)
         return evaluate(tree)
 
     return evaluate_within

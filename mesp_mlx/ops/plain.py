@@ -1,7 +1,8 @@
 """The parts of a decoder layer in plain MLX, differentiated by MLX's autodiff: for the methods that MeSP is compared with, and to check it by.
 
 Nothing here has a hand-derived backward but the frozen product, whose gradient dequantises anew, as MLX's own quantized_matmul does: no method
-keeps a dequantised weight. Every array that autodiff wants for backward is kept, among them h = x̃ A, the probabilities [B, H, T, T] and the logits.
+keeps a dequantised weight. Every array that autodiff wants for backward is kept, among them h = x̃ A, the logits and, but where MLX has a fused attention
+with a backward of its own, the probabilities [B, H, T, T].
 """
 
 from collections.abc import Callable

@@ -100,16 +100,18 @@ def check_gradients(
     data: Annotated[str | None, typer.Option(help="rows to compute the gradients of: a folder, a .jsonl file, or demo (default: random tokens)")] = None,
     seq: Annotated[int, typer.Option(min=8, help="tokens of the row")] = 64,
     layers: Annotated[int, typer.Option(min=1, help="first layers that are also compared with NumPy in float64 (more than there are: all)")] = 2,
-    rank: Annotated[int, typer.Option(min=1, help="rank of the random adapter")] = 8,
+    rank: Annotated[int, typer.Option(help="rank of the random adapter")] = 8,
     backend: Annotated[str, _flag("backend")] = "auto",
     quantize: Annotated[str, _flag("quantize")] = "4",
-    seed: Annotated[int, typer.Option(min=0, help="seed of the adapter and of random tokens")] = 0,
+    seed: Annotated[int, typer.Option(help="seed of the adapter and of random tokens")] = 0,
+    dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16: of activations on MLX (default: as in training)")] = None,
     json_file: Annotated[str | None, typer.Option("--json", help="file for the figures")] = None,
 ) -> int:
     """Compare the structured gradients of a model with autodiff's; exit code 1 if they differ."""
     from mesp_mlx.check_gradients import run
 
-    return run(model, data, seq, layers, rank, backend, quantize, seed, json_file)
+    flags = {"model": model, "data": data, "rank": rank, "backend": backend, "quantize": quantize, "seed": seed}
+    return run(flags, seq, layers, json_file, dtype)
 
 
 @app.command()
@@ -124,7 +126,7 @@ def compare(
     num_layers: Annotated[int | None, _flag("num_layers")] = None,
     optimizer: Annotated[str | None, typer.Option(help="sgd, adam or adamw, of the exact methods; mezo's is sgd")] = None,
     learning_rate: Annotated[float | None, typer.Option(help="highest learning rate, of the exact methods")] = None,
-    mezo_learning_rate: Annotated[float | None, typer.Option(help="mezo's")] = None,
+    mezo_learning_rate: Annotated[float | None, typer.Option(help=f"mezo's rate [default: {config.METHOD_DEFAULTS['mezo']['learning_rate']:g}]")] = None,
     mezo_perturbations: Annotated[int | None, _flag("mezo_perturbations")] = None,
     batch_size: Annotated[int | None, _flag("batch_size")] = None,
     max_seq_length: Annotated[int | None, _flag("max_seq_length")] = None,

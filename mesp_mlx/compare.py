@@ -27,7 +27,7 @@ from mesp_mlx.stream.safetensors import read_array, read_header
 TRUTH = "mebp"  # whose gradient is the true one: by autodiff, and layer by layer, so that it fits where whole autodiff doesn't
 RESULT = "compare.json"
 PICTURES = ("timeline.png", "peaks.png", "losses.png")
-OWN = ("learning_rate", "optimizer", "mezo_learning_rate", "mezo_perturbations")  # flags that aren't for all methods
+EXACT_FLAGS, MEZO_FLAGS = ("learning_rate", "optimizer"), ("mezo_learning_rate", "mezo_perturbations")  # the others are for all methods
 
 
 def run(out: str, config_file: str | None, methods: str, flags: dict[str, Any]) -> int:
@@ -39,48 +39,64 @@ def run(out: str, config_file: str | None, methods: str, flags: dict[str, Any]) 
         UserError: something the user can change.
         KeyboardInterrupt: it was interrupted.
     """
-    names, folder = _chosen(methods), Path(out)
-    given = {name: overrides(name, folder, flags) for name in names}
-    truth = given.get(TRUTH) or overrides(TRUTH, folder, flags)
+    names, folder = _chosen(methods, flags), Path(out)
+    truth = overrides(TRUTH, folder, flags)
+    shared = sources.load(config_file, truth)  # as of any method, but for what is a method's own
+    scheduled = bool(shared.lr_schedule.arguments)
+    given = {name: overrides(name, folder, flags, scheduled) for name in names}
     settings = {name: _settings(name, config_file, given[name]) for name in names}
-    shared = settings[names[0]]
     finetune.data_files(shared)
     _make_folders(folder, names)
-    console = _console()
-    with Interrupts(), tempfile.TemporaryDirectory(prefix="mesp-mlx-") as temporary:
+    console, accumulation, asked = _console(), shared.grad_accumulation_steps, shared.iters or 0
+    iterations = asked + -asked % accumulation
+    if iterations != asked:
+        console.print(f"--iters {asked} is rounded up to whole updates of {accumulation} iterations", soft_wrap=True)
+    if scheduled and "mezo" in names:
+        rate = f"{settings['mezo'].learning_rate:g} by a {settings['mezo'].lr_schedule.name}"
+        console.print(f"lr_schedule's arguments are the other methods' rate; mezo's is {rate}: see --mezo-learning-rate", soft_wrap=True)
+    with Interrupts() as interrupts, tempfile.TemporaryDirectory(prefix="mesp-mlx-") as temporary:
         model = source.resolve_apart(shared.model, config.cache_folder(), shared.quantize).name
         true_gradient = Path(temporary) / "truth.safetensors"
         console.print(f"the true gradient, by {TRUTH}", soft_wrap=True)
-        why_no_truth = _ask("the true gradient", config_file, truth, true_gradient).get("failed")
+        true = _ask("the true gradient", config_file, truth, true_gradient)
         results: dict[str, dict[str, Any]] = {}
+        done: dict[str, dict[str, Any]] = {}
+        content: dict[str, Any] = {}
         for name in names:
-            console.print(f"{name}: its gradient, then {shared.iters} iterations", soft_wrap=True)
-            gradient, why_none = true_gradient, why_no_truth
+            console.print(f"{name}: {'' if name == TRUTH else 'its gradient, then '}{iterations} iterations", soft_wrap=True)
+            cosine, why_none = None, true.get("failed")
             if name != TRUTH and not why_none:
                 gradient = Path(temporary) / "gradient.safetensors"
                 why_none = _ask(f"the gradient of {name}", config_file, given[name], gradient).get("failed")
-            cosine = None if why_none else cosine_similarity(gradient, true_gradient)
+                cosine = None if why_none else cosine_similarity(gradient, true_gradient)
             measured = _ask(f"training by {name}", config_file, given[name])
-            result = {"settings": settings[name].model_dump(mode="json"), "gradient_cosine": cosine, "gradient_failed": why_none}
-            results[name] = result | measured
+            result = {"settings": settings[name].model_dump(mode="json"), "gradient_is_truth": name == TRUTH}
+            results[name] = result | {"gradient_cosine": cosine, "gradient_failed": why_none} | measured
+            done = {name: result for name, result in results.items() if "failed" not in result}
+            backend = next((result["backend"] for result in done.values()), shared.backend)
+            conditions = {"iters": iterations, "true_gradient": TRUTH, "true_gradient_dtype": true.get("activation_dtype")}
+            content = {"model": model, "backend": backend, **conditions, **_conditions(shared, backend), "methods": results}
+            with interrupts.held():
+                _write(folder, content)
             console.print(f"  {_outcome(results[name])}", soft_wrap=True)
     title = f"{model}, {shared.rows_per_update} row{'' if shared.rows_per_update == 1 else 's'} per update"
-    done = {name: result for name, result in results.items() if "failed" not in result}
-    backend = next((result["backend"] for result in done.values()), shared.backend)
-    _write(folder, {"model": model, "backend": backend, **_conditions(shared, backend), "methods": results})
-    _draw(folder, done, f"{title}, {'MLX' if backend == 'mlx' else 'NumPy'}")
-    _show(console, results, title, shared.iters or 0)
+    _draw(folder, done, f"{title}, {'MLX' if content['backend'] == 'mlx' else 'NumPy'}")
+    _show(console, content, title)
     console.print(f"written to {folder}: {', '.join([RESULT, *(PICTURES if done else ())])}; adapters and logs in its folders", soft_wrap=True)
     return int(any("failed" in result or result["gradient_failed"] for result in results.values()))
 
 
-def overrides(name: str, folder: Path, flags: dict[str, Any]) -> dict[str, Any]:
-    """The flags of one method's run: those of all, its own, and no validation or reply."""
-    mezo = VARIANTS[name]["method"] == "mezo"
-    shared = {key: value for key, value in flags.items() if key not in OWN}
-    own = {key: flags.get(key) for key in ("learning_rate", "optimizer")}
-    if mezo:
-        own = METHOD_DEFAULTS["mezo"] | {key: value for key, value in _mezo(flags).items() if value is not None}
+def overrides(name: str, folder: Path, flags: dict[str, Any], scheduled: bool = False) -> dict[str, Any]:
+    """The flags of one method's run: those of all, its own, and no validation or reply.
+
+    scheduled: a file's lr_schedule has arguments, and so a rate, which is the exact methods': mezo has its own, on the schedule of the defaults.
+    """
+    shared = {key: value for key, value in flags.items() if key not in EXACT_FLAGS + MEZO_FLAGS}
+    own = {key: flags.get(key) for key in EXACT_FLAGS}
+    if VARIANTS[name]["method"] == "mezo":
+        mezo = {"learning_rate": flags.get("mezo_learning_rate"), "mezo_perturbations": flags.get("mezo_perturbations")}
+        own = METHOD_DEFAULTS["mezo"] | {key: value for key, value in mezo.items() if value is not None}
+        own |= {"lr_schedule": Settings.model_fields["lr_schedule"].default.name} if scheduled else {}
     else:  # whatever a file says of mezo is for mezo
         own |= {key: Settings.model_fields[key].default for key in ("mezo_epsilon", "mezo_perturbations")}
     place = {"adapter_path": str(folder / name), "json_log": str(folder / name / "log.jsonl"), "overwrite": True}
@@ -100,16 +116,18 @@ def cosine_similarity(found: Path, truth: Path) -> float:
     return product / norms if norms else 0.0
 
 
-def _mezo(flags: dict[str, Any]) -> dict[str, Any]:
-    return {"learning_rate": flags.get("mezo_learning_rate"), "mezo_perturbations": flags.get("mezo_perturbations")}
-
-
-def _chosen(methods: str) -> list[str]:
+def _chosen(methods: str, flags: dict[str, Any]) -> list[str]:
     names = list(dict.fromkeys(name.strip() for name in methods.split(",") if name.strip()))
     unknown = [name for name in names if name not in VARIANTS]
     if unknown or not names:
         found = f"no method is called {' or '.join(map(repr, unknown))}" if unknown else "no method was named"
         raise UserError(f"--methods: {found}. Those that can be compared: {', '.join(VARIANTS)}.")
+    mezo = [VARIANTS[name]["method"] == "mezo" for name in names]
+    idle = [(key, "mezo") for key in MEZO_FLAGS if not any(mezo)] + [(key, "the exact methods") for key in EXACT_FLAGS if all(mezo)]
+    for key, whose in idle:
+        if flags.get(key) is not None:
+            hint = " (mezo's is --mezo-learning-rate)" if key == "learning_rate" else ""
+            raise UserError(f"--{key.replace('_', '-')} is for {whose}, and --methods names {', '.join(names)}: remove one or the other{hint}.")
     return names
 
 
@@ -117,7 +135,11 @@ def _settings(name: str, config_file: str | None, given: dict[str, Any]) -> Sett
     try:
         return sources.load(config_file, given)
     except UserError as error:
-        raise UserError(f"method {name}: {error}") from None
+        raise UserError(f"method {name}: {_in_its_flags(given, str(error))}") from None
+
+
+def _in_its_flags(given: dict[str, Any], message: str) -> str:
+    return message.replace("--learning-rate", "--mezo-learning-rate") if given["method"] == "mezo" else message
 
 
 def _make_folders(folder: Path, names: Sequence[str]) -> None:
@@ -139,7 +161,7 @@ def _ask(doing: str, config_file: str | None, given: dict[str, Any], gradient: P
         return {"failed": str(error)}
     if "refused" in answer:
         raise UserError(answer["refused"])
-    return answer
+    return answer | {key: _in_its_flags(given, answer[key]) for key in ("failed",) if key in answer}
 
 
 def _outcome(result: dict[str, Any]) -> str:
@@ -156,9 +178,7 @@ def _conditions(settings: Settings, backend: str) -> dict[str, Any]:
         versions["mlx"] = metadata.version("mlx")
     return {
         "data": settings.data,
-        "iters": settings.iters,
         "rows_per_update": settings.rows_per_update,
-        "true_gradient": TRUTH,
         "cache_limit_bytes": measure.CACHE_BYTES if backend == "mlx" else None,
         "versions": versions,
         "platform": {"system": platform.platform(), "machine": platform.machine(), "processors": os.cpu_count()},
@@ -191,12 +211,13 @@ def _console() -> Console:
     return Console(force_terminal=terminal, markup=False, highlight=False, emoji=False)
 
 
-def _show(console: Console, results: dict[str, dict[str, Any]], title: str, iters: int) -> None:
+def _show(console: Console, content: dict[str, Any], title: str) -> None:
     """The table, with what has to be said about it."""
-    header = ["method", "allocator peak, MB", "process peak, MB", "above its base, MB", "s per step", "first loss", f"loss at {iters}", "gradient cosine"]
-    rows = []
+    header = ["method", "allocator peak, MB", "process peak, MB", "above its base, MB", "s per step", "first loss"]
+    header += [f"loss at {content['iters']}", "gradient cosine"]
+    rows, results = [], content["methods"]
     for name, result in results.items():
-        cosine = "failed" if result["gradient_failed"] else f"{result['gradient_cosine']:.6f}"
+        cosine = "failed" if result["gradient_failed"] else "the truth" if result["gradient_is_truth"] else f"{result['gradient_cosine']:.6f}"
         if "failed" in result:
             rows.append([name, *["failed"] * (len(header) - 2), cosine])
             continue
@@ -217,8 +238,9 @@ def _show(console: Console, results: dict[str, dict[str, Any]], title: str, iter
             cells = (cell.rjust(width) if place else cell.ljust(width) for place, (cell, width) in enumerate(zip(row, widths, strict=True)))
             console.print("  ".join(cells), soft_wrap=True)
     console.print(
-        f"True gradient: that of {TRUTH} (autodiff, layer by layer, whole head), of the first update, with random numbers a tenth of A's size in B. "
-        "The process's peak is the system's own high-water mark. Loss at N: of update N's rows, the same for all.",
+        f"True gradient: that of {TRUTH} (autodiff, layer by layer, whole head), of the first update, with random numbers a tenth of A's size in B"
+        + (f" and activations in {dtype}. " if (dtype := content["true_gradient_dtype"]) else ". ")
+        + "The process's peak is the system's own high-water mark. Losses are of the rows of that iteration's update, the same for all.",
         soft_wrap=True,
     )
     for name, result in results.items():

@@ -3,7 +3,7 @@
 import json
 import os
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from mesp_mlx.engine.train import Run, train
 from mesp_mlx.errors import RunStopped, UserError
 from mesp_mlx.finetune import Prepared
 from mesp_mlx.memory import measure
-from mesp_mlx.memory.timeline import Timeline
+from mesp_mlx.memory.timeline import Timeline, phases
 from mesp_mlx.model.stages import Batch, Dropout
 from mesp_mlx.optim import Optimizer
 from mesp_mlx.report import Report
@@ -59,7 +59,9 @@ def write_gradient(prepared: Prepared, file: Path) -> dict[str, Any]:
     with prepared.store() as store:
         loss, gradients = loss_and_gradients(settings, 0, prepared.model, store, adapter, held)
         adapters.save(file.parent, dict(gradients), backend, file.name)
-    return {"loss": loss / sum(int(group.mask.sum()) for group in groups)}
+    dtype = prepared.model.embedding.dtype
+    named = "float32" if dtype == backend.arrays.float32 else str(dtype).removeprefix("mlx.core.")
+    return {"loss": loss / sum(int(group.mask.sum()) for group in groups), "activation_dtype": named}
 
 
 def train_measured(prepared: Prepared, optimizer: Optimizer) -> dict[str, Any]:
@@ -81,7 +83,7 @@ def train_measured(prepared: Prepared, optimizer: Optimizer) -> dict[str, Any]:
 
     assert settings.json_log is not None
     with ExitStack() as stack:
-        store = stack.enter_context(prepared.store(phases(prepared, timeline.mark, lambda: timeline.phase)))
+        store = stack.enter_context(prepared.store(phases(prepared.model, settings.method, timeline.mark, lambda: timeline.phase)))
         report = stack.enter_context(Report(settings.json_log, stack.enter_context(open(os.devnull, "w"))))
         train(Run(settings, prepared.rows, updates, prepared.model, store, prepared.adapter, optimizer, report, save, update))
     events = [json.loads(line) for line in Path(settings.json_log).read_text(encoding="utf-8").splitlines()]
@@ -97,25 +99,6 @@ def train_measured(prepared: Prepared, optimizer: Optimizer) -> dict[str, Any]:
         "losses": [event["train_loss"] for event in reports],
         "timeline": timeline.sampled_step(),
     }
-
-
-def phases(prepared: Prepared, mark: Callable[[str], None], now: Callable[[], str | None]) -> Callable[[str], None]:
-    """What a store is to call when it opens a stage: it marks the phase that this begins.
-
-    Whole-graph autodiff opens all stages first and computes after the last, the head: nothing tells its forward from its backward.
-    """
-    whole = prepared.settings.method == "backprop"
-    forward, head = ("build", "forward and backward, one graph") if whole else ("forward", "head")
-
-    def watch(stage: str) -> None:
-        if stage == prepared.model.embedding.name:
-            mark(forward)
-        elif stage == prepared.model.head.name:
-            mark(head)
-        elif now() == "head":
-            mark("backward")
-
-    return watch
 
 
 if __name__ == "__main__":

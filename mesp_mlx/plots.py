@@ -20,13 +20,14 @@ PHASES = {
 MARKERS = (("o", 11), ("s", 8), ("D", 4.5), ("^", 7), ("x", 5), ("+", 12))  # and their sizes: one fits inside another
 MOST_MARKERS = 25  # on a line
 MEGABYTE = 1e6
-INSIDE, ACROSS, SEEN = 0.17, 0.05, 0.002  # of a step: a phase this long has its name written along it, or across it, or can be seen at all
+LABEL_POINTS = 22  # the height that a highest point's label takes, above the point
+SEEN = 0.002  # of a step: a phase shorter than this can't be seen
 
 
 def figure(title: str, width: float, height: float) -> Figure:
     """An empty picture of that many inches; the title stands above it, to the left."""
     made = Figure(figsize=(width, height), dpi=150, layout="constrained")
-    made.suptitle(title, x=0.01, ha="left", fontsize=12)
+    made.suptitle(title, x=0.01, ha="left", fontsize=12, wrap=True)
     return made
 
 
@@ -48,19 +49,16 @@ def timelines(steps: Mapping[str, Mapping[str, Any]], bases: Mapping[str, int], 
     lines = -(-len(steps) // columns)
     made = figure(title, max(4.2 * columns, 6.5), 0.9 + 3.1 * lines)
     grid = made.subplots(lines, columns, sharey=True, squeeze=False)
-    top = 1.22 * max(max(step["process_bytes"] + (step["allocator_bytes"] or [])) for step in steps.values()) / MEGABYTE
     for axes in grid.flat[len(steps) :]:
         axes.set_axis_off()
+    highest = max(max(step["process_bytes"] + (step["allocator_bytes"] or [])) for step in steps.values()) / MEGABYTE
     for place, (axes, (name, step)) in enumerate(zip(grid.flat, steps.items(), strict=False)):
         plain_axes(axes, title=name, xlabel="time within the step, s", ylabel="memory, MB" if place % columns == 0 else "")
         axes.title.set(color=COLOURS.get(name, "black"), fontweight="bold", fontsize=11)
         end = step["phases"][-1]["end_seconds"]
-        axes.set(xlim=(0, end), ylim=(0, top))
+        axes.set(xlim=(0, end), ylim=(0, highest))
         for phase in step["phases"]:
-            middle, share = (phase["start_seconds"] + phase["end_seconds"]) / 2, _share(phase, step)
             axes.axvspan(phase["start_seconds"], phase["end_seconds"], color=PHASES[phase["name"]], linewidth=0)
-            if share >= ACROSS:
-                axes.text(middle, 0.98 * top, phase["name"], ha="center", va="top", fontsize=9, rotation=0 if share >= INSIDE else 90)
         process = [size / MEGABYTE for size in step["process_bytes"]]
         axes.plot(step["seconds"], process, color=COLOURS.get(name, "black"), linewidth=1.4)
         _point_out(axes, step["seconds"][process.index(max(process))], max(process), end)
@@ -74,8 +72,29 @@ def timelines(steps: Mapping[str, Mapping[str, Any]], bases: Mapping[str, int], 
     drawn += grid.flat[0].plot([], [], color="0.3", linestyle=":", linewidth=1.1, label="process before it began")
     if any(step["allocator_bytes"] for step in steps.values()):
         drawn.append(Patch(facecolor="0.15", alpha=0.45, label="arrays, by the allocator"))
-    made.legend(handles=drawn + keys, loc="outside lower center", ncols=min(len(drawn + keys), columns + 2), fontsize=9, frameon=False)
+    made.legend(handles=drawn + keys, loc="outside lower center", ncols=columns + 1, fontsize=9, frameon=False)
+    made.draw_without_rendering()  # the layout is settled, so that what is written can be measured
+    lowest = min(_name_phases(axes, step) for axes, step in zip(grid.flat, steps.values(), strict=False))
+    label = LABEL_POINTS / 72 * made.dpi / grid.flat[0].bbox.height
+    grid.flat[0].set_ylim(0, highest / (lowest - label))  # of all: they share it
     made.savefig(file)
+
+
+def _name_phases(axes: Axes, step: Mapping[str, Any]) -> float:
+    """Write the phases' names at the top, along each or across it, as it has the room; their lowest point, of the axes' height."""
+    lowest = 1.0
+    for phase in step["phases"]:
+        room = axes.bbox.width * _share(phase, step)
+        middle = (phase["start_seconds"] + phase["end_seconds"]) / 2
+        text = axes.text(middle, 0.98, phase["name"], transform=axes.get_xaxis_transform(), ha="center", va="top", fontsize=9)
+        if text.get_window_extent().width > room:
+            text.set_rotation(90)
+        taken = text.get_window_extent()
+        if taken.width > room or taken.height > axes.bbox.height / 3:
+            text.remove()  # the legend has it
+        else:
+            lowest = min(lowest, (taken.y0 - axes.bbox.y0) / axes.bbox.height)
+    return lowest
 
 
 def _share(phase: Mapping[str, Any], step: Mapping[str, Any]) -> float:
@@ -84,7 +103,7 @@ def _share(phase: Mapping[str, Any], step: Mapping[str, Any]) -> float:
 
 def _point_out(axes: Axes, x: float, y: float, end: float) -> None:
     """A dot at a line's highest point, and its height in words above it."""
-    axes.plot(x, y, "o", color="0.15", markersize=3.5)
+    axes.plot(x, y, "o", color="0.15", markersize=3.5, clip_on=False)  # whole at an edge too
     side = "left" if x < 0.15 * end else "right" if x > 0.85 * end else "center"
     axes.annotate(f"{y:,.0f} MB", (x, y), (0, 5), textcoords="offset points", ha=side, fontsize=9)
 

@@ -42,10 +42,10 @@ def in_one_process(one_process):
     """Nothing is converted elsewhere, nor tokenised."""
 
 
-def looked_into(folder: Path, backend: Any, tmp_path: Path, layers: int = 1, dtype: Any = None, seed: int = 0) -> tuple[int, dict[str, Any]]:
+def looked_into(folder: Path, backend: Any, tmp_path: Path, layers: int = 1, dtype: str | None = None, seed: int = 0) -> tuple[int, dict[str, Any]]:
     """The exit code and what was written."""
     file = tmp_path / "found.json"
-    code = check_gradients.run(str(folder), None, SEQ, layers, 4, backend.arrays.name, "4", seed, str(file), dtype)
+    code = check_gradients.run({"model": str(folder), "rank": 4, "backend": backend.arrays.name, "seed": seed}, SEQ, layers, str(file), dtype)
     return code, json.loads(file.read_text())
 
 
@@ -104,6 +104,43 @@ def test_an_error_in_an_op_is_named(tiny, backend, op, tmp_path, monkeypatch, ca
     culprit = found["ops"][OPS.index(op)]
     assert max(culprit["errors"].values()) == pytest.approx(0.01, rel=0.05) and max(culprit["autodiff"].values()) < 1e-5
     assert set(failed(found)) <= {op, "lora_linear", "gated_mlp", "cross_entropy", *STAGES}  # none below it, and none that doesn't use it
+
+
+@each_backend
+@pytest.mark.parametrize(
+    ("function", "dims", "wrong"),
+    [
+        ("matmul_transposed", (64, None), {"dx of layers.0.self_attn.q_proj", "dx of layers.0.mlp.down_proj"}),
+        ("matmul", (32, None), {"y of layers.0.self_attn.k_proj"}),
+        ("dequantize", (None, 96), {"y of layers.0.mlp.down_proj", "dx of layers.0.mlp.down_proj", "W of layers.0.mlp.down_proj"}),
+    ],
+)
+def test_an_error_with_some_weights_that_every_autodiff_shares_is_named(tiny, backend, function, dims, wrong, tmp_path, monkeypatch):
+    """On NumPy the float64 walk shares it as well."""
+
+    def planted(result: Any, *given: Any) -> Any:
+        shape = backend.quantized.shape(next(part for part in given if isinstance(part, dict)))
+        return off(result, 1.5) if all(wanted in (None, size) for wanted, size in zip(dims, shape, strict=True)) else result
+
+    plant(monkeypatch, backend.quantized, function, planted)
+    code, found = looked_into(tiny("llama"), backend, tmp_path)
+    errors = found["ops"][0]["errors"]
+    assert code == 1 and failed(found)[0] == "quantized" and found["verdict"].startswith("NOT exact: the backward of quantized is off by 5.0e-01")
+    assert len(errors) == 12 and {name for name, value in errors.items() if value > 1e-5} == wrong
+    assert max(found["ops"][0]["autodiff"].values()) < 1e-5
+
+
+@each_backend
+def test_linears_quantised_otherwise_in_other_layers_are_checked(backend, tmp_path, monkeypatch):
+    settings = {"model.layers.1.mlp.up_proj": {"bits": 6, "group_size": 32}, "model.layers.1.self_attn.o_proj": False}
+    model = make_model(tmp_path / "model", variant_config("llama-biases"), dtype="bfloat16", quantization=settings)
+    assert looked_into(model, backend, tmp_path)[0] == 0
+    plant(monkeypatch, backend.quantized, "matmul_transposed", lambda dy, _, linear: off(dy) if linear.get("bits") == 6 else dy)
+    code, found = looked_into(model, backend, tmp_path)
+    errors = found["ops"][0]["errors"]
+    assert code == 1 and failed(found) == ["quantized"] and len(errors) == 18
+    assert [name for name, value in errors.items() if value > 1e-5] == ["dx of layers.1.mlp.up_proj"]
+    assert "W of layers.1.self_attn.o_proj" in errors
 
 
 def drop_residual(result: Any, stage: Any, w: Any, adapter: Any, state: Any, kept: Any, dstate: Any, *_: Any) -> Any:
@@ -224,9 +261,9 @@ def test_the_adapter_hides_nothing(tiny):
 
 @needs_mlx
 @pytest.mark.parametrize("variant", ["qwen3", "mistral-sliding"])
-def test_sixteen_bits_may_be_no_worse_than_autodiff(tiny, variant, tmp_path):
-    code, found = looked_into(tiny(variant), ops, tmp_path, dtype=mx.bfloat16)
-    assert code == 0 and "in bfloat16, no worse than autodiff" in found["verdict"] and found["dtype"] == "bfloat16"
+def test_sixteen_bits_may_be_off_by_twice_what_autodiff_is(tiny, variant, tmp_path):
+    code, found = looked_into(tiny(variant), ops, tmp_path, dtype="bfloat16")
+    assert code == 0 and found["verdict"].endswith(" in bfloat16, within 2 x of autodiff's error") and found["dtype"] == "bfloat16"
     assert [op["dtype"] for op in found["ops"]] == ["float32"] * 10 + ["bfloat16"] * 10
     low = found["comparisons"][1]
     assert low["dtype"] == "bfloat16" and low["bound"] == 2 * max(low["autodiff"].values())
@@ -237,13 +274,14 @@ def test_sixteen_bits_may_be_no_worse_than_autodiff(tiny, variant, tmp_path):
 @needs_mlx
 def test_an_error_in_sixteen_bits_alone_is_named(tiny, tmp_path, monkeypatch):
     plant(monkeypatch, ops.rms_norm, "backward", lambda dx, x, *_: off(dx, 1.05) if x.dtype == mx.bfloat16 else dx)
-    code, found = looked_into(tiny("llama"), ops, tmp_path, dtype=mx.bfloat16)
+    code, found = looked_into(tiny("llama"), ops, tmp_path, dtype="bfloat16")
     assert code == 1 and found["verdict"].startswith("NOT exact: the backward of rms_norm is off by ")
     assert [op["dtype"] for op in found["ops"] if not op["passed"]][0] == "bfloat16"
 
 
 def test_bounds():
     assert bound("float32", None) == bound("float32", {"x": 1e-6}) == bound("float32", {"x": float("inf")}) == 1e-4
+    assert bound("float32", {"x": 2e-4}) == SLACK * 2e-4 and bound("float32", {"x": 1.0}) == 1e-3 and bound("float32", {"x": 1.0}, 2e-3) == 2e-3
     assert bound("bfloat16", {"x": 0.01, "y": 0.02}) == SLACK * 0.02 and bound("float16", {"x": 0.0}) == FLOORS["float16"] == 2.0**-11
     assert not Check("op", "float32", {"x": 1.1e-4}, {"x": 1e-6}).passed and Check("op", "float32", {"x": 0.9e-4}, {"x": 1e-6}).passed
     one = np.ones(2)
@@ -266,8 +304,16 @@ def test_rows_of_data(backend, tmp_path, capsys):
 
 def test_what_the_user_can_change(tiny, tmp_path, capsys):
     given = ["check-gradients", "--model", str(tiny("llama")), "--backend", "numpy"]
-    nowhere = tmp_path / "none" / "found.json"
+    nowhere, choices = tmp_path / "none" / "found.json", "expected '4' or 'none'"
     for more, message in {
+        ("--backend", "bogus"): "--backend: found 'bogus', expected 'auto', 'mlx' or 'numpy'",
+        ("--quantize", "8"): f"--quantize: found '8', {choices}",
+        ("--quantize", "bogus"): f"--quantize: found 'bogus', {choices}",
+        ("--seed", "99999999999999999999"): "--seed: found 99999999999999999999, expected less than 18446744073709551616",
+        ("--rank", "0"): "--rank: found 0, expected at least 1",
+        ("--dtype", "float64"): "--dtype: found 'float64', expected float32, bfloat16, float16",
+        ("--dtype", "bfloat16"): "--dtype bfloat16: NumPy computes in float32. Leave it out, or choose --backend mlx.",
+        ("--json", str(tmp_path)): f"--json {tmp_path}: it is a folder. Choose a file.",
         ("--seq", "129"): "--seq is 129, but the model was made for 128 positions. Lower it.",
         ("--json", str(nowhere)): f"--json {nowhere}: its folder does not exist. Make it, or choose another file.",
         ("--data", str(nowhere)): None,
@@ -282,3 +328,11 @@ def test_exit_code_of_a_failure(tiny, monkeypatch, capsys):
     plant(monkeypatch, reference.rope, "backward", lambda dx, *_: off(dx))
     assert command("check-gradients", "--model", str(tiny("llama")), "--backend", "numpy", "--seq", "16", "--layers", "1") == 1
     assert "NOT exact: the backward of rope" in capsys.readouterr().out
+
+
+@needs_mlx
+def test_dtype_from_the_command_line(tiny, capsys):
+    given = ["--seq", "16", "--layers", "1", "--dtype", "float16"]
+    assert command("check-gradients", "--model", str(tiny("llama")), "--backend", "mlx", *given) == 0
+    printed = capsys.readouterr().out
+    assert "dtype float16" in printed and "in float16, within 2 x of autodiff's error" in printed

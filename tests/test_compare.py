@@ -25,9 +25,10 @@ PHASES = dict.fromkeys(("mesp", "mebp", "mebp-tiled"), WALK) | {"mezo": ["forwar
 PHASES |= dict.fromkeys(("backprop", "backprop-checkpointed"), ["build", "forward and backward, one graph", "update"])
 FIELDS = {
     "settings", "backend", "base_bytes", "allocator_peak_bytes", "process_peak_bytes", "seconds_per_step", "step_seconds", "iterations", "losses",
-    "gradient_cosine", "gradient_failed", "timeline",
+    "gradient_cosine", "gradient_failed", "gradient_is_truth", "timeline",
 }  # fmt: skip
-CONDITIONS = {"model", "data", "backend", "iters", "rows_per_update", "true_gradient", "cache_limit_bytes", "versions", "platform", "methods"}
+CONDITIONS = {"model", "data", "backend", "iters", "rows_per_update", "true_gradient", "true_gradient_dtype", "cache_limit_bytes"}
+CONDITIONS |= {"versions", "platform", "methods"}
 
 
 @pytest.fixture(scope="module")
@@ -84,16 +85,17 @@ def test_all_that_was_promised_is_written_down(everything):
     assert found.keys() == CONDITIONS and list(found["methods"]) == list(VARIANTS)
     mlx = found["backend"] == "mlx"
     assert found["iters"] == ITERS and found["rows_per_update"] == 4 and found["true_gradient"] == "mebp"
+    assert mlx or found["true_gradient_dtype"] == "float32"
     assert {"mesp_mlx", "python", "numpy"} <= found["versions"].keys() and ("mlx" in found["versions"]) == mlx
     assert (found["cache_limit_bytes"] == 4_000_000) == mlx
     for name, result in found["methods"].items():
         assert result.keys() == FIELDS
-        assert result["process_peak_bytes"] > result["base_bytes"] > 20e6
+        assert result["process_peak_bytes"] >= result["base_bytes"] > 20e6  # of one process here, whose peak an earlier method may have set
         assert (result["allocator_peak_bytes"] or 0) > 1e5 if mlx else result["allocator_peak_bytes"] is None
         assert len(result["step_seconds"]) == ITERS and min(result["step_seconds"]) <= result["seconds_per_step"] <= max(result["step_seconds"])
         assert result["iterations"] == list(range(1, ITERS + 1)) and len(result["losses"]) == ITERS
         assert {**result["settings"], **VARIANTS[name]} == result["settings"]
-        assert result["gradient_failed"] is None
+        assert result["gradient_failed"] is None and result["gradient_is_truth"] == (name == "mebp")
     assert all(min(png_size(everything / picture)) > 300 for picture in PICTURES)
 
 
@@ -108,7 +110,7 @@ def test_exact_methods_lose_alike_and_mezo_does_not(everything):
 
 def test_exact_methods_have_the_true_gradient_and_mezo_an_estimate(everything):
     cosines = {name: result["gradient_cosine"] for name, result in result_in(everything)["methods"].items()}
-    assert all(cosines[name] >= 0.999999 for name in EXACT)
+    assert all(cosines[name] >= 0.999999 for name in EXACT if name != "mebp") and cosines["mebp"] is None, "it is the truth"
     assert math.isfinite(cosines["mezo"]) and 0 < abs(cosines["mezo"]) < 0.9
 
 
@@ -145,7 +147,8 @@ def test_as_a_user_would_and_one_that_fails(model, data, tmp_path, run_cli):
     done = run_cli("compare", *words, "--out", "out", cwd=tmp_path, env=environment)
     assert done.returncode == 1 and "Traceback" not in done.stderr
     mezo, mesp = result_in(tmp_path / "out")["methods"].values()
-    assert "loss is" in mezo["failed"] and math.isfinite(mezo["gradient_cosine"]) and mezo.keys() & {"losses"} == set()
+    assert "loss is" in mezo["failed"] and "a lower --mezo-learning-rate" in mezo["failed"]
+    assert math.isfinite(mezo["gradient_cosine"]) and mezo.keys() & {"losses"} == set()
     assert "failed" not in mesp and len(mesp["losses"]) == 3 and mesp["gradient_cosine"] >= 0.999999
     assert all(min(png_size(tmp_path / "out" / picture)) > 300 for picture in PICTURES)
     lines = done.stdout.splitlines()
@@ -167,9 +170,11 @@ def test_a_child_that_ends_without_an_answer_does_not_stop_the_others(model, dat
     monkeypatch.setattr(child, "ask", ask)
     assert compare.run(str(tmp_path), None, "mebp,mesp", flags(model, data, iters=1)) == 1
     mebp, mesp = result_in(tmp_path)["methods"].values()
-    assert mebp["failed"] == "training by mebp failed: out of memory" and mebp["gradient_cosine"] == pytest.approx(1)
+    assert mebp["failed"] == "training by mebp failed: out of memory" and mebp["gradient_is_truth"]
     assert mesp["gradient_cosine"] is None and mesp["gradient_failed"] == "the gradient of mesp failed: out of memory" and len(mesp["losses"]) == 1
-    assert "gradient of mesp failed" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "gradient of mesp failed" in said and "activations in float32" in said
+    assert next(line for line in said.splitlines() if line.startswith("mebp  ")).endswith("the truth")
 
     monkeypatch.setattr(child, "ask", lambda module, request, doing: {"failed": "no memory"})
     assert compare.run(str(tmp_path), None, "mebp,mesp", flags(model, data, iters=1)) == 1
@@ -185,12 +190,63 @@ def test_methods_there_are_not(model, data, tmp_path, capsys, methods, found):
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize(
+    "methods, words",
+    [
+        ("mezo", "--optimizer adam is for the exact methods"),
+        ("mezo", "--learning-rate 0.1 is for the exact methods"),
+        ("mesp,backprop", "--mezo-perturbations 10 is for mezo"),
+        ("mesp", "--mezo-learning-rate 1 is for mezo"),
+    ],
+)
+def test_a_flag_for_a_method_not_named(model, data, tmp_path, capsys, methods, words):
+    flag, value, *whose = words.split()
+    code = command("compare", "--model", str(model), "--data", str(data), "--out", str(tmp_path / "out"), "--methods", methods, flag, value)
+    said = capsys.readouterr().err
+    assert code == 2 and said.startswith(f"error: {flag} {' '.join(whose)}") and said.count("\n") == 1
+    assert not (tmp_path / "out").exists()
+
+
+def test_what_is_done_is_written_before_the_next_begins(model, data, tmp_path, monkeypatch, here):
+    served, doings = child.ask, []
+
+    def ask(module, request, doing, **given):
+        doings.append(doing)
+        if doing == "training by backprop":
+            raise KeyboardInterrupt
+        return served(module, request, doing, **given)
+
+    monkeypatch.setattr(child, "ask", ask)
+    with pytest.raises(KeyboardInterrupt):
+        compare.run(str(tmp_path), None, "mebp,backprop", flags(model, data, iters=1))
+    assert doings == ["the true gradient", "training by mebp", "the gradient of backprop", "training by backprop"]
+    found = result_in(tmp_path)
+    assert found.keys() == CONDITIONS and list(found["methods"]) == ["mebp"] and found["methods"]["mebp"].keys() == FIELDS
+    assert not any((tmp_path / picture).exists() for picture in PICTURES)
+
+
+def test_a_files_accumulation_and_schedule(model, data, tmp_path, here, capsys):
+    """Iterations are whole updates; a schedule with arguments is the rate of the exact methods, and mezo has its own."""
+    file = tmp_path / "settings.yaml"
+    file.write_text("batch_size: 2\ngrad_accumulation_steps: 2\nlr_schedule: {name: cosine_decay, arguments: [1.0e-5, 10]}\n")
+    assert compare.run(str(tmp_path), str(file), "mezo,mesp", flags(model, data, iters=3, mezo_learning_rate=0.01)) == 0
+    said, found = capsys.readouterr().out, result_in(tmp_path)
+    assert "--iters 3 is rounded up to whole updates of 2 iterations" in said and "loss at 4" in said and "mezo's is 0.01 by a cosine" in said
+    assert found["iters"] == 4 and all(result["iterations"] == [2, 4] for result in found["methods"].values())
+    rates = {}
+    for name in ("mezo", "mesp"):
+        events = [json.loads(line) for line in (tmp_path / name / "log.jsonl").read_text(encoding="utf-8").splitlines()]
+        rates[name] = [event["learning_rate"] for event in events if event["event"] == "train"]
+    assert rates["mezo"] == pytest.approx([0.01, 0.001]) and rates["mesp"][0] == 1e-5
+
+
 def test_what_the_user_can_change_is_said_as_ever(model, data, tmp_path, capsys, here):
     def said(*words):
         assert command("compare", "--backend", "numpy", "--methods", "mesp,mezo", "--out", str(tmp_path / "out"), *words) == 2
         return capsys.readouterr().err
 
-    assert "method mesp: --rank: found 0" in said("--model", str(model), "--data", str(data), "--rank", "0")
+    assert said("--model", str(model), "--data", str(data), "--rank", "0").startswith("error: --rank: found 0")
+    assert "method mezo: --mezo-learning-rate: found -1" in said("--model", str(model), "--data", str(data), "--mezo-learning-rate", "-1")
     assert "nowhere" in said("--model", str(model), "--data", str(tmp_path / "nowhere"))
     assert "has 2" in said("--model", str(model), "--data", str(data), "--num-layers", "3"), "which a child finds"
     (tmp_path / "file").touch()

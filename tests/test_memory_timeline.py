@@ -1,12 +1,13 @@
 """A step's phases and the memory sampled beside them, held against arrays of a known size."""
 
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from backends import needs_mlx
 
-from mesp_mlx.memory.timeline import MOST_POINTS, Timeline, thinned
+from mesp_mlx.memory.timeline import MOST_POINTS, Timeline, phases, thinned
 
 ARRAY = 100_000_000  # bytes
 
@@ -34,6 +35,22 @@ def test_a_phase_may_come_again():
     assert [name for name, _, _ in timeline.steps[0]] == ["forward", "head", "forward", "head", "update"]
 
 
+@pytest.mark.parametrize(
+    "method, opened, wanted",
+    [
+        ("mesp", "e a b h b a", "forward head backward"),
+        ("mezo", "e a b h e a b h", "forward head forward head"),
+        ("backprop", "e a b h", "build forward and backward, one graph"),
+    ],
+)
+def test_phases_by_the_stages_that_open(method, opened, wanted):
+    model, found = SimpleNamespace(embedding=SimpleNamespace(name="e"), head=SimpleNamespace(name="h")), []
+    watch = phases(model, method, found.append, lambda: found[-1] if found else None)
+    for stage in opened.split():
+        watch(stage)
+    assert " ".join(found) == wanted
+
+
 def more_samples(timeline, count=3):
     """Wait until so many more were taken."""
     wanted, given_up = len(timeline._times) + count, time.monotonic() + 30
@@ -58,7 +75,8 @@ def test_only_the_step_asked_for_is_sampled():
     found = timeline.sampled_step()
     assert found["step"] == 1 and found["allocator_bytes"] is None
     times, sizes = found["seconds"], found["process_bytes"]
-    assert len(times) == len(sizes) == counts[1] and times == sorted(times) and times[-1] >= timeline.step_seconds()[1]
+    assert len(times) == len(sizes) == counts[1] and times == sorted(times)
+    assert times[0] >= 0 and times[-1] == timeline.step_seconds()[1], "none lies outside the step, and one at its end"
     spans = {phase["name"]: (phase["start_seconds"], phase["end_seconds"]) for phase in found["phases"]}
     assert list(spans) == ["forward", "head", "update"]
     forward, head, update = ([size for moment, size in zip(times, sizes, strict=True) if start <= moment <= end] for start, end in spans.values())

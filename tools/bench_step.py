@@ -95,6 +95,7 @@ def measure_step(folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
     from mesp_mlx.engine import methods
     from mesp_mlx.engine.backprop import forward
     from mesp_mlx.memory import measure
+    from mesp_mlx.memory.timeline import phases
     from mesp_mlx.model import work
     from mesp_mlx.model.model import build
     from mesp_mlx.model.spec import load_spec, read_config
@@ -127,11 +128,16 @@ def measure_step(folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
     ]
     supervised = tokens[:, 1:].size
     rate = METHOD_DEFAULTS.get(settings.method, {}).get("learning_rate", 1e-3)
-    losses, seconds, opened = [], [], []
-    with Store(read_folder(folder), spec, backend, settings.method == "backprop", lambda stage: opened.append((stage, time.perf_counter()))) as store:
+    losses, seconds, marks = [], [], []
+
+    def mark(phase: str) -> None:
+        marks.append((phase, time.perf_counter()))
+
+    watch = phases(model, settings.method, mark, lambda: marks[-1][0] if marks else None)
+    with Store(read_folder(folder), spec, backend, settings.method == "backprop", watch) as store:
         for step in range(arguments.iters):
             started = time.perf_counter()
-            opened.clear()
+            marks.clear()
             if name == "forward":
                 store.expect(model.forward_order())
                 states = forward(model, store, adapter, batches)
@@ -139,7 +145,7 @@ def measure_step(folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
                     loss = sum(model.head.loss(w, states, batches, gradient=False)[0])
             else:
                 loss, gradients = methods.loss_and_gradients(settings, step, model, store, adapter, batches)
-                opened.append(("update", time.perf_counter()))
+                mark("update")
                 optimizer.apply(adapter, gradients, rate)
                 del gradients
             losses.append(loss / supervised)
@@ -153,7 +159,7 @@ def measure_step(folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
     return {
         "loss": losses[0],
         "step_seconds": statistics.median(seconds),
-        "phase_seconds": _phases(opened, started + seconds[-1]),
+        "phase_seconds": _phase_seconds(marks, started + seconds[-1]),
         "allocator_peak_bytes": measure.allocator_peak_bytes(arguments.backend),
         "process_peak_bytes": measure.process_peak_bytes(),
         "shape": arguments.shape,
@@ -175,14 +181,12 @@ def measure_step(folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def _phases(opened: list[tuple[str, float]], end: float) -> dict[str, float]:
-    """Seconds of the last step: forward until the head opens, head, backward from the next stage on, update."""
-    starts: dict[str, float] = {}
-    for stage, at in opened:
-        phase = stage if stage in ("head", "update") else "backward" if "head" in starts else "forward"
-        starts.setdefault(phase, at)
-    times = [*starts.values(), end]
-    return {phase: times[i + 1] - times[i] for i, phase in enumerate(starts)}
+def _phase_seconds(marks: list[tuple[str, float]], end: float) -> dict[str, float]:
+    """Seconds of the last step, by phase."""
+    times = dict.fromkeys((phase for phase, _ in marks), 0.0)
+    for (phase, start), after in zip(marks, [*(at for _, at in marks[1:]), end], strict=True):
+        times[phase] += after - start
+    return times
 
 
 def _in_child(arguments: argparse.Namespace, name: str, layers: int) -> dict[str, Any]:
@@ -241,8 +245,9 @@ def _print_work(results: list[dict[str, Any]]) -> None:
     for result in results:
         line = f"{result['method']}: loss {result['loss']:.4f}, {result['step_seconds']:.2f} s ({result['step_seconds'] / first['step_seconds']:.2f} x)"
         if first["allocator_peak_bytes"] is not None:
-            ratio = first["allocator_peak_bytes"] / result["allocator_peak_bytes"]
-            line += f", peak {result['allocator_peak_bytes'] / 1e6:.1f} MB ({first['method']} is {1 - ratio:.1%} below)"
+            line += f", peak {result['allocator_peak_bytes'] / 1e6:.1f} MB"
+            below = 1 - first["allocator_peak_bytes"] / result["allocator_peak_bytes"]
+            line += f" ({first['method']} is {below:.1%} below)" if below > 0 else ""
         if "flops" in result:
             line += f"; {result['weight_products_per_token'] / 1e6:.0f} M weight products a token, {result['flops'] / 1e9:.0f} GFLOP"
             line += "; " + ", ".join(f"{phase} {seconds:.2f} s" for phase, seconds in result["phase_seconds"].items())

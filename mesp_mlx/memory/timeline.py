@@ -5,11 +5,12 @@ Both NumPy and MLX let other threads run while they compute, so the samples come
 
 import time
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from threading import Event, Thread
 from typing import Any
 
 from mesp_mlx.memory import measure
+from mesp_mlx.model.model import Model
 
 INTERVAL_SECONDS = 0.005
 MOST_POINTS = 600  # of a series that is handed on
@@ -37,11 +38,11 @@ class Timeline:
         """A phase begins, and with it a step if none is going on; nothing changes if it goes on already."""
         if phase == self.phase:
             return
-        if self.phase is None and len(self.steps) == self._sampled:
+        begins, self.phase = self.phase is None, phase
+        self._marks.append((phase, time.perf_counter()))
+        if begins and len(self.steps) == self._sampled:
             self._thread = Thread(target=self._watch, name="memory", daemon=True)
             self._thread.start()
-        self.phase = phase
-        self._marks.append((phase, time.perf_counter()))
 
     def end_step(self) -> None:
         """The step is over."""
@@ -55,7 +56,7 @@ class Timeline:
         self.steps.append([(name, start - starts[0], end - starts[0]) for (name, start), end in spans])
         self.phase, self._marks = None, []
         if len(self.steps) == self._sampled + 1:
-            self._times = array("d", (moment - starts[0] for moment in self._times))
+            self._times = array("d", (min(moment, now) - starts[0] for moment in self._times))  # the last is taken just after the end
 
     def step_seconds(self) -> list[float]:
         """How long each step took."""
@@ -78,6 +79,24 @@ class Timeline:
         self._process.append(measure.process_now_bytes())
         if self._active:
             self._allocator.append(self._active())
+
+
+def phases(model: Model, method: str, mark: Callable[[str], None], now: Callable[[], str | None]) -> Callable[[str], None]:
+    """What a store is to call when it opens a stage: it tells `mark` the phase that begins with it, where one does. `now` gives the phase that goes on.
+
+    Whole-graph autodiff opens all stages first and computes after the last, the head: nothing tells its forward from its backward.
+    """
+    forward, head = ("build", "forward and backward, one graph") if method == "backprop" else ("forward", "head")
+
+    def watch(stage: str) -> None:
+        if stage == model.embedding.name:
+            mark(forward)
+        elif stage == model.head.name:
+            mark(head)
+        elif now() == "head":
+            mark("backward")
+
+    return watch
 
 
 def thinned(values: Sequence[Any], of_each: Any = max, most: int = MOST_POINTS) -> list[Any]:

@@ -4,7 +4,6 @@ import json
 import math
 import os
 import platform
-import sys
 import tempfile
 from collections.abc import Sequence
 from importlib import metadata
@@ -15,7 +14,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from mesp_mlx import __version__, child, config, finetune, plots, sources
+from mesp_mlx import __version__, child, config, finetune, plots, report, sources
 from mesp_mlx.config import METHOD_DEFAULTS, VARIANTS, Settings
 from mesp_mlx.errors import UserError
 from mesp_mlx.interrupt import Interrupts
@@ -47,7 +46,7 @@ def run(out: str, config_file: str | None, methods: str, flags: dict[str, Any]) 
     settings = {name: _settings(name, config_file, given[name]) for name in names}
     finetune.data_files(shared)
     _make_folders(folder, names)
-    console, accumulation, asked = _console(), shared.grad_accumulation_steps, shared.iters or 0
+    console, accumulation, asked = report.console(), shared.grad_accumulation_steps, shared.iters or 0
     iterations = asked + -asked % accumulation
     if iterations != asked:
         console.print(f"--iters {asked} is rounded up to whole updates of {accumulation} iterations", soft_wrap=True)
@@ -204,11 +203,6 @@ def _draw(folder: Path, done: dict[str, dict[str, Any]], title: str) -> None:
     plots.peaks(done, f"Peak memory: {title}", peaks)
     lines = {name: (result["iterations"], result["losses"]) for name, result in done.items()}
     plots.curves(lines, f"Training loss: {title}", "iteration", "loss per supervised token", losses)
-
-
-def _console() -> Console:
-    terminal = sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
-    return Console(force_terminal=terminal, markup=False, highlight=False, emoji=False)
 
 
 def _show(console: Console, content: dict[str, Any], title: str) -> None:

@@ -52,16 +52,26 @@ class Prepared:
         return Store(self.entries, self.spec, self.backend, resident=self.settings.method == "backprop", watch=watch)
 
 
+def open_model(settings: Settings) -> tuple[ModelFolder, ModelSpec, dict[str, Entry]]:
+    """The folder of the model, its shape, and where its tensors are, checked against each other.
+
+    Raises:
+        UserError: it can't be found, or is not whole.
+    """
+    found = source.resolve_apart(settings.model, config.cache_folder(), settings.quantize)
+    spec = load_spec(read_config(found.folder), str(found.folder / "config.json"))
+    entries = read_folder(found.folder)
+    weights.check(spec, entries)
+    return found, spec, entries
+
+
 def prepare(settings: Settings, files: Mapping[str, Path | None], backend: ModuleType) -> Prepared:
     """Find the model, tokenise the rows in files, make the adapter: what a run needs before its first step.
 
     Raises:
         UserError: something the user can change.
     """
-    found = source.resolve_apart(settings.model, config.cache_folder(), settings.quantize)
-    spec = load_spec(read_config(found.folder), str(found.folder / "config.json"))
-    entries = read_folder(found.folder)
-    weights.check(spec, entries)
+    found, spec, entries = open_model(settings)
     lora = settings.lora_parameters
     modules = adapters.choose_modules(spec, settings.num_layers, lora.keys)
     rows = read_rows(settings, files, found.folder, spec, config.cache_folder() / "tokens")

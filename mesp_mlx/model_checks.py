@@ -24,7 +24,7 @@ from mesp_mlx.stream.store import Store
 
 SCALE = config.LoraParameters.model_fields["scale"].default  # mlx-lm's
 ROWS = [f"{projection.split('.')[1]}.lora_{half}" for projection in PROJECTIONS for half in "ab"]  # of a table: each has a tensor in every layer
-MOST = 2e-3  # in float32, of what autodiff excuses: ten bits of mantissa (see `op_checks`) through many layers
+MOST = 2e-3  # that autodiff may excuse in float32, through many layers
 
 Errors = dict[str, float]
 Gradients = dict[str, np.ndarray]

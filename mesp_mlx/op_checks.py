@@ -6,8 +6,8 @@ products with weights unpacked here, for each kind of linear that the layers hav
 unpacked here too. A stage's is a plain layer whose other half adds nothing.
 
 An output's error is max|difference| / max|truth|. It may be as large as its dtype's floor, or as SLACK times the largest that autodiff of the op's plain code
-makes with the run's own arrays and dtype, whichever is more: where a dtype or a device rounds coarsely, nobody can do better. In float32 that is for GPUs
-that multiply with ten bits of mantissa (TF32), and goes as far as MOST; CPUs stay below the floor by a factor of ten or more.
+makes with the run's own arrays and dtype, whichever is more: where a dtype or a device rounds coarsely, nobody can do better. In float32, where
+CPUs stay below the floor by a factor of ten or more, that goes as far as MOST.
 """
 
 import dataclasses
@@ -29,7 +29,7 @@ from mesp_mlx.stream.store import Store
 
 FLOORS = {"float32": 1e-4, "bfloat16": 2.0**-8, "float16": 2.0**-11}  # of the 16-bit types: a rounding of the largest number
 SLACK = 2.0  # of two largest errors. Measured in 16 bits on tiny models: their ratio is 0.7 to 1.0 in the mean, by op, and by chance up to 1.5
-MOST = 1e-3  # in float32: two roundings to ten bits of the largest number
+MOST = 1e-3  # that autodiff may excuse in float32
 FAINT = 1e-6  # a tensor this much smaller than its fellows is measured by them: it may hold nothing but their rounding
 BLOCK_ROWS, TABLE_ROWS = 16, 1024  # query rows in a block of attention, so that there are several; rows in a tile of a weight
 

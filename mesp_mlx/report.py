@@ -26,6 +26,12 @@ def megabytes(n_bytes: int) -> str:
     return f"{n_bytes / 1e6:,.1f} MB"
 
 
+def console(stream: TextIO | None = None) -> Console:
+    """Where to print: rich on a terminal, plain lines elsewhere."""
+    out: TextIO = stream or sys.stdout
+    return Console(file=out, force_terminal=out.isatty() and os.environ.get("TERM") != "dumb", markup=False, highlight=False, emoji=False)
+
+
 class Report:
     """One run's voice. A context manager, so that an error finds the terminal as it was.
 
@@ -33,9 +39,8 @@ class Report:
     """
 
     def __init__(self, json_log: str | Path | None = None, stream: TextIO | None = None):
-        out: TextIO = stream or sys.stdout
-        self._is_terminal = out.isatty() and os.environ.get("TERM") != "dumb"
-        self._console = Console(file=out, force_terminal=self._is_terminal, markup=False, highlight=False, emoji=False)
+        self._console = console(stream)
+        self._is_terminal = self._console.is_terminal
         self._live: Live | None = None
         self._iterations = 0
         self._memory = ""  # as last measured

@@ -2,6 +2,7 @@
 
 import time
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -44,7 +45,8 @@ def test_a_phase_may_come_again():
     ],
 )
 def test_phases_by_the_stages_that_open(method, opened, wanted):
-    model, found = SimpleNamespace(embedding=SimpleNamespace(name="e"), head=SimpleNamespace(name="h")), []
+    model: Any = SimpleNamespace(embedding=SimpleNamespace(name="e"), head=SimpleNamespace(name="h"))
+    found: list[str] = []
     watch = phases(model, method, found.append, lambda: found[-1] if found else None)
     for stage in opened.split():
         watch(stage)

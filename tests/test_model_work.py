@@ -1,6 +1,7 @@
 """The products of an update: counted from shapes, and counted as they are called for."""
 
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -47,7 +48,7 @@ def test_as_called_for(tmp_path, monkeypatch, backend, method):
 
         return called
 
-    variant = {"method": "mesp"} | config.VARIANTS.get(method, {})
+    variant: dict[str, Any] = {"method": "mesp"} | config.VARIANTS.get(method, {})
     model = build(spec, backend, SCALE, method=variant["method"], tiled_head=variant.get("tiled_head", False))
     adapter = {name: backend.arrays.asarray(value) for name, value in random_adapter(folder).items()}
     group = random_group(spec.vocab_size, [TOKENS] * ROWS, supervised=1.1)

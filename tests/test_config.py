@@ -274,7 +274,7 @@ def test_a_method_has_defaults_of_its_own(tmp_path):
     def chosen(s: config.Settings) -> tuple:
         return s.learning_rate, s.optimizer, s.grad_clip
 
-    assert chosen(load(method="mezo")) == (1e-4, "sgd", 0.0) == chosen(load({"method": "mezo"}, tmp_path))
+    assert chosen(load(method="mezo")) == (3e-5, "sgd", 0.0) == chosen(load({"method": "mezo"}, tmp_path))
     assert chosen(load({"learning_rate": 3e-4, "optimizer": "adam"}, tmp_path, method="mezo")) == (3e-4, "adam", 0.0)
     assert chosen(load({"method": "mezo", "learning_rate": 3e-4}, tmp_path, learning_rate=5e-4, optimizer="adamw")) == (5e-4, "adamw", 0.0)
     recipe = load(model="demo", data="demo", method="mezo")
@@ -315,7 +315,7 @@ def test_what_a_method_takes():
 def test_a_method_s_defaults_are_said():
     """One line has them; the line of defaults that aren't mlx-lm's leaves them out."""
     said = config.remarks(load(method="mezo"))
-    assert "defaults of method mezo: learning_rate 0.0001, optimizer sgd, grad_clip 0" in said
+    assert "defaults of method mezo: learning_rate 3e-05, optimizer sgd, grad_clip 0" in said
     differ = config.where_we_differ(load(method="mezo"))
     assert differ in said and all(word not in differ for word in ("rate 2e", "AdamW", "clipped")) and "all layers" in differ
     assert not any("defaults of method" in line for method in ("mesp", "mebp", "backprop") for line in config.remarks(load(method=method)))

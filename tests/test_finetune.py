@@ -350,7 +350,7 @@ def test_mezo_repeats_to_the_byte(model, data, tmp_path, one_process, backend):
         written.append([(done.folder / name).read_bytes() for name in ("adapters.safetensors", "adapter_config.json")])
     assert written[0] == written[1] and written[0][0] != written[2][0]
     config = json.loads(written[2][1])
-    assert [config[key] for key in ("method", "optimizer", "learning_rate", "grad_clip", "mezo_perturbations")] == ["mezo", "sgd", 1e-4, 0.0, 2]
+    assert [config[key] for key in ("method", "optimizer", "learning_rate", "grad_clip", "mezo_perturbations")] == ["mezo", "sgd", 3e-5, 0.0, 2]
     assert done.adapter.keys() == run(model, data, tmp_path / "other", iters=1).adapter.keys()
 
 

@@ -18,6 +18,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import make_random_model
@@ -30,11 +31,9 @@ MLX_LM["mlx-lm checkpointed, compiled"] = ["--compile", "--grad-checkpoint"]
 
 
 def main() -> int:
-    from mesp_mlx.config import VARIANTS
-
-    methods = (*VARIANTS, "forward")
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     shapes = make_random_model.SHAPES
+    methods = "mesp, mebp, mebp-tiled, mezo, backprop, backprop-checkpointed, forward"
     parser.add_argument("--shape", required=True, choices=sorted(shapes), metavar="NAME", help=", ".join(sorted(shapes)))
     parser.add_argument("--layers", type=positive, help="instead of the shape's own depth")
     parser.add_argument("--seq", type=positive, default=256, help="tokens of a row")
@@ -42,7 +41,7 @@ def main() -> int:
     parser.add_argument("--rank", type=positive, default=8)
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of activations; bfloat16 on MLX")
     parser.add_argument("--backend", choices=("mlx", "numpy"), default="mlx")
-    parser.add_argument("--method", type=lambda text: text.split(","), default=["mesp"], metavar="NAME,…", help=f"of {', '.join(methods)}")
+    parser.add_argument("--method", type=lambda text: text.split(","), default=["mesp"], metavar="NAME,…", help=f"of {methods}")
     parser.add_argument("--against", choices=("mlx-lm",), help="measure its step too")
     parser.add_argument("--iters", type=positive, default=1, help="steps; the time is their median, the loss the first's")
     parser.add_argument("--rounds", type=positive, default=1, help="times each method is measured, in turn")
@@ -50,11 +49,12 @@ def main() -> int:
     parser.add_argument("--keep-h", action="store_true", help="mesp: keep h = x A of the attention's modules instead of computing it again")
     parser.add_argument("--json", action="store_true", help="only the JSON object on the last line, tables apart")
     parser.add_argument("--child", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--variant", type=json.loads, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     own = shapes[arguments.shape]["num_hidden_layers"]
     for name in arguments.method:
-        if name not in methods:
-            parser.error(f"--method {name} is none of {', '.join(methods)}")
+        if name not in methods.split(", "):
+            parser.error(f"--method {name} is none of {methods}")
     if arguments.backend == "numpy" and arguments.dtype != "float32":
         parser.error("--dtype bfloat16: NumPy has none, use --backend mlx")
     if arguments.backend == "numpy" and arguments.against:
@@ -90,7 +90,6 @@ def measure_step(folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
     from mesp_mlx import adapter as adapters
     from mesp_mlx import backend as backends
     from mesp_mlx import optim
-    from mesp_mlx.config import METHOD_DEFAULTS, VARIANTS, Settings
     from mesp_mlx.data.group import TILE_TOKENS, Group
     from mesp_mlx.engine import methods
     from mesp_mlx.engine.backprop import forward
@@ -103,9 +102,9 @@ def measure_step(folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
     from mesp_mlx.stream.safetensors import read_folder
     from mesp_mlx.stream.store import Store
 
-    (name,) = arguments.method
-    variant = VARIANTS.get(name, {})
-    settings = Settings(model="random", data="random", grad_clip=0.0, **variant)
+    # Not config's Settings, which imports pydantic: this process's peak shouldn't hold it.
+    defaults = {"method": "mesp", "tiled_head": False, "grad_checkpoint": False, "seed": 0, "mezo_perturbations": 1, "mezo_epsilon": 1e-3, "grad_clip": 0.0}
+    (name,), settings = arguments.method, SimpleNamespace(**defaults | arguments.variant)
     backend = backends.choose(arguments.backend)
     dtype = backend.arrays.float32
     if arguments.dtype == "bfloat16":
@@ -120,14 +119,13 @@ def measure_step(folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
     rng = np.random.default_rng(0)
     tokens = rng.integers(0, spec.vocab_size, (arguments.batch, arguments.seq + 1), dtype=np.int32)
     parts = [tokens[start : start + rows] for start in range(0, arguments.batch, rows)]
-    # data.batches would make the same groups, but imports what reads files, which this process's peak shouldn't hold.
+    # data.batches would make the same groups, but imports what reads files.
     everywhere = [np.ones((len(part), arguments.seq), bool) for part in parts]
     batches = [
         Batch(Group(part[:, :-1], part[:, 1:], mask, tuple(range(len(part))), (arguments.seq,) * len(part)))
         for part, mask in zip(parts, everywhere, strict=True)
     ]
     supervised = tokens[:, 1:].size
-    rate = METHOD_DEFAULTS.get(settings.method, {}).get("learning_rate", 1e-3)
     losses, seconds, marks = [], [], []
 
     def mark(phase: str) -> None:
@@ -146,7 +144,7 @@ def measure_step(folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
             else:
                 loss, gradients = methods.loss_and_gradients(settings, step, model, store, adapter, batches)
                 mark("update")
-                optimizer.apply(adapter, gradients, rate)
+                optimizer.apply(adapter, gradients, 1e-5)
                 del gradients
             losses.append(loss / supervised)
             seconds.append(time.perf_counter() - started)
@@ -190,7 +188,7 @@ def _phase_seconds(marks: list[tuple[str, float]], end: float) -> dict[str, floa
 
 
 def _in_child(arguments: argparse.Namespace, name: str, layers: int) -> dict[str, Any]:
-    from mesp_mlx.config import cache_folder
+    from mesp_mlx.config import VARIANTS, cache_folder
 
     config = make_random_model.SHAPES[arguments.shape] | {"num_hidden_layers": layers}
     folder = cache_folder() / "bench" / f"{arguments.shape}-{layers}-layers-{make_random_model.FORMAT}"
@@ -204,6 +202,7 @@ def _in_child(arguments: argparse.Namespace, name: str, layers: int) -> dict[str
         command = [str(Path(__file__).with_name("mlx_lm_step.py")), "--model", str(folder), *flags, *MLX_LM[name], "--own-product"]
     else:
         command = [__file__, "--child", str(folder), "--shape", arguments.shape, "--method", name, "--backend", arguments.backend, *flags]
+        command += ["--variant", json.dumps(VARIANTS.get(name, {}))]
         command += (["--room", str(arguments.room)] if arguments.room else []) + (["--keep-h"] if arguments.keep_h else [])
     done = subprocess.run([sys.executable, *command], env=environment, stdout=subprocess.PIPE, text=True)
     if done.returncode:

@@ -34,7 +34,7 @@ from bench_step import positive
 
 from mesp_mlx.errors import UserError
 
-SCALE, LEARNING_RATE = 20.0, 1e-3  # bench_step.py's
+SCALE, LEARNING_RATE = 20.0, 1e-5  # bench_step.py's
 Batch = tuple[Any, Any, Any, Any]  # ids, targets and mask [B, T], and what the summed loss is divided by
 
 

@@ -15,7 +15,7 @@ PARTS = {
     "bfloat16": "peaks in bfloat16, from truncated models",
 }
 # Learning rates tried: AdamW for the exact methods, SGD for MeZO, constant, with scale 20.
-RATES = {"mesp": (1e-4, 3e-4, 1e-3), "mebp": (1e-4, 3e-4, 1e-3), "mezo": (3e-5, 1e-4, 3e-4)}
+RATES = {"mesp": (1e-4, 3e-4, 1e-3), "mebp": (1e-4, 3e-4, 1e-3), "mezo": (1e-5, 3e-5, 1e-4)}
 SWEPT = ("mesp", "mebp", "mebp-tiled")
 DTYPES = ("bfloat16", "float32")  # of the truncated models: the second shows what the extrapolation is worth
 # Seconds on two idle cores of the machine this was written on: a 0.5B step of 256 tokens, a demo update of 2 x 64 tokens on one core.

@@ -3,9 +3,8 @@
 import functools
 import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from mesp_mlx.config import Settings
 from mesp_mlx.engine import backprop, whole_graph, zeroth_order
 from mesp_mlx.engine.sink import HeldSink
 from mesp_mlx.engine.zeroth_order import Perturbations
@@ -13,6 +12,9 @@ from mesp_mlx.errors import RunStopped
 from mesp_mlx.model.model import Model
 from mesp_mlx.model.stages import Batch, State
 from mesp_mlx.stream.store import Store
+
+if TYPE_CHECKING:  # pydantic is 10 MB resident
+    from mesp_mlx.config import Settings
 
 LossAndGradients = Callable[[Model, Store, State, Sequence[Batch], HeldSink], float]
 
@@ -23,7 +25,7 @@ def exact(method: str, grad_checkpoint: bool = False) -> LossAndGradients:
 
 
 def loss_and_gradients(
-    settings: Settings, update: int, model: Model, store: Store, adapter: State, batches: Sequence[Batch]
+    settings: "Settings", update: int, model: Model, store: Store, adapter: State, batches: Sequence[Batch]
 ) -> tuple[float, Iterable[tuple[str, Any]]]:
     """The loss summed over the supervised tokens of update number `update`, and the gradients of its mean by name, clipped; mezo's one at a time.
 

@@ -67,11 +67,11 @@ def test_an_interruption_of_the_parent_alone_lets_the_child_clean_up(server, tmp
             time.sleep(0.01)
         os.kill(os.getpid(), number)
 
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    before = signal.signal(number, signal.default_int_handler)  # SIGINT is ignored where the tests run in the background
     try:
         threading.Thread(target=interrupt, daemon=True).start()
         with pytest.raises(KeyboardInterrupt):
             child.ask(server, {"started": str(started), "cleaned": str(cleaned)}, "doubling")
     finally:
-        signal.signal(signal.SIGTERM, before)
+        signal.signal(number, before)
     assert cleaned.exists()

@@ -278,7 +278,7 @@ def test_a_method_has_defaults_of_its_own(tmp_path):
     assert chosen(load({"learning_rate": 3e-4, "optimizer": "adam"}, tmp_path, method="mezo")) == (3e-4, "adam", 0.0)
     assert chosen(load({"method": "mezo", "learning_rate": 3e-4}, tmp_path, learning_rate=5e-4, optimizer="adamw")) == (5e-4, "adamw", 0.0)
     recipe = load(model="demo", data="demo", method="mezo")
-    assert chosen(recipe) == (1e-4, "sgd", 0.0) and (recipe.num_layers, recipe.epochs) == (16, 1), "the rest of the recipe stays"
+    assert chosen(recipe) == (3e-5, "sgd", 0.0) and (recipe.num_layers, recipe.epochs) == (16, 1), "the rest of the recipe stays"
     for method in ("mesp", "mebp", "backprop"):
         assert chosen(load(method=method)) == chosen(load()) == (2e-5, "adamw", 1.0)
         assert load(model="demo", data="demo", method=method).learning_rate == 2e-4

@@ -36,12 +36,13 @@ def test_the_exact_methods_train_alike(train):
 
 
 def test_mezo_learns_and_repeats_to_the_byte(train):
-    """Its losses are noisy: rows differ more than it learns in a few updates, so the mean over many is compared, on the same rows an epoch apart."""
-    flags = ["--method", "mezo", "--num-layers", "4", "--lr-schedule", "constant", "--warmup", "0"]
-    first, second = (train(name, *flags, "--iters", "6") for name in ("first", "second"))
+    """Twenty updates of two rows: the validation loss falls from 5.0 to about 4.8 (recipes/papers/RESULTS.md has more)."""
+    flags = ["--method", "mezo", "--lr-schedule", "constant", "--warmup", "0"]
+    first, second = (train(name, *flags, "--iters", "3") for name in ("first", "second"))
     assert (first.folder / "adapters.safetensors").read_bytes() == (second.folder / "adapters.safetensors").read_bytes()
-    losses = train("long", *flags, "--epochs", "2").values("train", "train_loss")
-    assert all(map(math.isfinite, losses)) and np.mean(losses[len(losses) // 2 :]) < np.mean(losses[: len(losses) // 2])
+    longer = train("longer", *flags, "--iters", "20", "--batch-size", "2", "--max-seq-length", "64", "--val-batches", "-1")
+    (end,) = longer.of("end")
+    assert math.isfinite(end["val_loss_after"]) and end["val_loss_after"] < end["val_loss_before"] - 0.1
 
 
 def test_check_gradients_passes(demo_model, run_cli, tmp_path):

@@ -40,7 +40,7 @@ def test_mezo_learns_and_repeats_to_the_byte(train):
     flags = ["--method", "mezo", "--lr-schedule", "constant", "--warmup", "0"]
     first, second = (train(name, *flags, "--iters", "3") for name in ("first", "second"))
     assert (first.folder / "adapters.safetensors").read_bytes() == (second.folder / "adapters.safetensors").read_bytes()
-    longer = train("longer", *flags, "--iters", "20", "--batch-size", "2", "--max-seq-length", "64", "--val-batches", "-1")
+    longer = train("longer", *flags, "--iters", "20", "--num-layers", "-1", "--batch-size", "2", "--max-seq-length", "64", "--val-batches", "-1")
     (end,) = longer.of("end")
     assert math.isfinite(end["val_loss_after"]) and end["val_loss_after"] < end["val_loss_before"] - 0.1
 

@@ -104,7 +104,8 @@ def measure_step(folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
 
     # Not config's Settings, which imports pydantic: this process's peak shouldn't hold it.
     defaults = {"method": "mesp", "tiled_head": False, "grad_checkpoint": False, "seed": 0, "mezo_perturbations": 1, "mezo_epsilon": 1e-3, "grad_clip": 0.0}
-    (name,), settings = arguments.method, SimpleNamespace(**defaults | arguments.variant)
+    settings: Any = SimpleNamespace(**defaults | arguments.variant)
+    (name,) = arguments.method
     backend = backends.choose(arguments.backend)
     dtype = backend.arrays.float32
     if arguments.dtype == "bfloat16":

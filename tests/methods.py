@@ -12,6 +12,7 @@ import pytest
 from backends import mx
 from engines import SCALE, Gathered
 
+from mesp_mlx.config import VARIANTS
 from mesp_mlx.data.group import Group
 from mesp_mlx.engine import methods
 from mesp_mlx.memory import measure
@@ -22,12 +23,7 @@ from mesp_mlx.stream.safetensors import read_folder
 from mesp_mlx.stream.store import Store
 
 # Every exact method but mesp, with the settings that change it.
-BASELINES: dict[str, dict[str, Any]] = {
-    "mebp": {"method": "mebp"},
-    "mebp-tiled": {"method": "mebp", "tiled_head": True},
-    "backprop": {"method": "backprop"},
-    "backprop-checkpointed": {"method": "backprop", "grad_checkpoint": True},
-}
+BASELINES = {name: settings for name, settings in VARIANTS.items() if name not in ("mesp", "mezo")}
 # (keys, last layers) of adapters that leave something out.
 PARTS: list[tuple[tuple[str, ...] | None, int]] = [(("mlp.down_proj",), 1), (("self_attn.q_proj",), -1), (("mlp.gate_proj", "self_attn.v_proj"), -1), (None, 1)]
 

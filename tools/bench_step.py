@@ -33,7 +33,6 @@ MLX_LM["mlx-lm checkpointed, compiled"] = ["--compile", "--grad-checkpoint"]
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     shapes = make_random_model.SHAPES
-    methods = "mesp, mebp, mebp-tiled, mezo, backprop, backprop-checkpointed, forward"
     parser.add_argument("--shape", required=True, choices=sorted(shapes), metavar="NAME", help=", ".join(sorted(shapes)))
     parser.add_argument("--layers", type=positive, help="instead of the shape's own depth")
     parser.add_argument("--seq", type=positive, default=256, help="tokens of a row")
@@ -41,7 +40,7 @@ def main() -> int:
     parser.add_argument("--rank", type=positive, default=8)
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of activations; bfloat16 on MLX")
     parser.add_argument("--backend", choices=("mlx", "numpy"), default="mlx")
-    parser.add_argument("--method", type=lambda text: text.split(","), default=["mesp"], metavar="NAME,…", help=f"of {methods}")
+    parser.add_argument("--method", type=lambda text: text.split(","), default=["mesp"], metavar="NAME,…", help="of `mesp-mlx compare`'s, and forward")
     parser.add_argument("--against", choices=("mlx-lm",), help="measure its step too")
     parser.add_argument("--iters", type=positive, default=1, help="steps; the time is their median, the loss the first's")
     parser.add_argument("--rounds", type=positive, default=1, help="times each method is measured, in turn")
@@ -52,9 +51,12 @@ def main() -> int:
     parser.add_argument("--variant", type=json.loads, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     own = shapes[arguments.shape]["num_hidden_layers"]
-    for name in arguments.method:
-        if name not in methods.split(", "):
-            parser.error(f"--method {name} is none of {methods}")
+    if not arguments.child:
+        from mesp_mlx.config import VARIANTS  # and so pydantic, which a measured process does without
+
+        for name in arguments.method:
+            if name not in (*VARIANTS, "forward"):
+                parser.error(f"--method {name} is none of {', '.join(VARIANTS)}, forward")
     if arguments.backend == "numpy" and arguments.dtype != "float32":
         parser.error("--dtype bfloat16: NumPy has none, use --backend mlx")
     if arguments.backend == "numpy" and arguments.against:

@@ -11,6 +11,7 @@ import numpy as np
 
 from mesp_mlx.data.group import Group
 from mesp_mlx.model.spec import ModelSpec
+from mesp_mlx.stream.store import Reads
 
 State = dict[str, Any]
 Gradients = dict[str, Any]
@@ -18,13 +19,9 @@ ATTENTION_MODULES = ("q_proj", "k_proj", "v_proj", "o_proj")
 MLP_MODULES = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
 
 
-class Stage(Protocol):
-    """What the loop needs of a stage: its name, its frozen modules, those that can be adapted, and both directions."""
+class Stage(Reads, Protocol):
+    """What the loop needs of a stage beside its name and frozen modules: the modules that can be adapted, and both directions."""
 
-    @property
-    def name(self) -> str: ...
-    @property
-    def modules(self) -> tuple[str, ...]: ...
     @property
     def adaptable(self) -> tuple[str, ...]: ...
     def forward(self, w: Any, adapter: State, state: State, batch: "Batch") -> tuple[State, State]: ...

@@ -15,7 +15,9 @@ import numpy as np
 
 from mesp_mlx.errors import RunStopped, UserError
 from mesp_mlx.model.spec import PROJECTIONS, ModelSpec
+from mesp_mlx.stream.run_file import fetch
 from mesp_mlx.stream.safetensors import Entry, Writer, read_array, read_header, to_float32
+from mesp_mlx.stream.shelves import IN_MEMORY, Shelf
 
 ADAPTER_FILE, CONFIG_FILE = "adapters.safetensors", "adapter_config.json"
 # mlx.nn walks a layer's modules from the last one set to the first; that is the order in which mlx-lm draws.
@@ -55,7 +57,7 @@ def shapes(spec: ModelSpec, modules: Sequence[str], rank: int) -> dict[str, tupl
     return result
 
 
-def initialise(spec: ModelSpec, modules: Sequence[str], rank: int, seed: int, backend: Any) -> dict[str, Any]:
+def initialise(spec: ModelSpec, modules: Sequence[str], rank: int, seed: int, backend: Any, shelf: Shelf = IN_MEMORY.adapter) -> dict[str, Any]:
     """The adapter that mlx-lm starts from when it is seeded with `seed`: A uniform within 1/sqrt(in), B zero.
 
     Same bits as mlx-lm, on both backends, for modules in the order of `choose_modules`; no global random state is touched.
@@ -63,14 +65,13 @@ def initialise(spec: ModelSpec, modules: Sequence[str], rank: int, seed: int, ba
     key, adapter = backend.random.key(seed), {}
     for name, shape in shapes(spec, modules, rank).items():
         if name.endswith(".lora_b"):
-            adapter[name] = backend.arrays.zeros(shape, backend.arrays.float32)
+            adapter[name] = shelf.put(backend.arrays.evaluate(backend.arrays.zeros(shape, backend.arrays.float32)))
             continue
         # mlx-lm makes a Linear that it throws away before each A, and that takes a key too.
         key, _ = backend.random.split(key)
         key, drawn = backend.random.split(key)
         bound = 1 / math.sqrt(shape[0])
-        adapter[name] = backend.random.uniform(drawn, -bound, bound, shape)
-        backend.arrays.evaluate(adapter[name])
+        adapter[name] = shelf.put(backend.arrays.evaluate(backend.random.uniform(drawn, -bound, bound, shape)))
     return adapter
 
 
@@ -84,9 +85,9 @@ def save(folder: Path, adapter: Mapping[str, Any], backend: Any, name: str = ADA
     file = folder / name
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with Writer(file, {tensor: ("F32", tuple(array.shape)) for tensor, array in adapter.items()}, {"format": "mlx"}) as writer:
+        with Writer(file, {tensor: ("F32", tuple(fetch(array).shape)) for tensor, array in adapter.items()}, {"format": "mlx"}) as writer:
             for tensor, array in adapter.items():
-                values = backend.arrays.to_numpy(array)
+                values = backend.arrays.to_numpy(fetch(array))
                 if not np.isfinite(values).all():
                     raise RunStopped(f"saving {file}: {tensor} holds numbers that are not finite, so nothing was written. Try a lower --learning-rate.")
                 writer.write(tensor, values)
@@ -139,7 +140,7 @@ def read_entries(path: Path) -> tuple[Path, dict[str, Entry]]:
     return file, read_header(file)[0]
 
 
-def load(path: Path, spec: ModelSpec, modules: Sequence[str], rank: int, backend: Any) -> dict[str, Any]:
+def load(path: Path, spec: ModelSpec, modules: Sequence[str], rank: int, backend: Any, shelf: Shelf = IN_MEMORY.adapter) -> dict[str, Any]:
     """The adapter in a file, or in a folder's adapters.safetensors, as float32; its tensors must be those of modules and rank.
 
     Raises:
@@ -160,8 +161,7 @@ def load(path: Path, spec: ModelSpec, modules: Sequence[str], rank: int, backend
         elif not np.isfinite(values := to_float32(read_array(entry), entry.dtype)).all():
             wrong.append(f"{name}: holds numbers that are not finite")
         else:
-            adapter[name] = backend.arrays.asarray(values)
-            backend.arrays.evaluate(adapter[name])
+            adapter[name] = shelf.put(backend.arrays.evaluate(backend.arrays.asarray(values)))
     if wrong:
         ranks = {entry.shape[-1] for name, entry in entries.items() if name.endswith(".lora_a") and entry.shape}
         hint = f" The file's rank is {ranks.pop()}." if len(ranks) == 1 and ranks != {rank} else ""

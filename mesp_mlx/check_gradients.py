@@ -128,7 +128,7 @@ def _op_checks(subject: Subject, dtype: Any, seed: int) -> list[Check]:
     arrays, checks = subject.backend.arrays, []
     adapter = {name: arrays.asarray(array) for name, array in subject.adapter.items()}
     for each in dict.fromkeys((arrays.float32, dtype)):
-        model = build(subject.spec, subject.backend, SCALE, subject.group.ids.size, each)
+        model = build(subject.spec, subject.backend, SCALE, dtype=each)
         with Store(subject.entries, subject.spec, subject.backend) as store:
             checks += op_checks.check(model, subject.spec, store, adapter, Batch(subject.group), seed)
     return checks

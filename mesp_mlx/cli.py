@@ -15,7 +15,8 @@ app = typer.Typer(name="mesp-mlx", add_completion=False, pretty_exceptions_enabl
 
 def _flag(name: str, *spellings: str) -> Any:
     """A flag whose help is the setting's own description and default."""
-    field = config.LoraParameters.model_fields.get(name) or config.Settings.model_fields[name]
+    homes = (config.LoraParameters, config.Choices, config.Settings)
+    field = next(home.model_fields[name] for home in homes if name in home.model_fields)
     shown = f" [default: {field.default}]" if type(field.default) in (int, float, str) else ""
     return typer.Option(*spellings, help=f"{field.description}{shown}")
 
@@ -66,6 +67,22 @@ def finetune(
     mezo_perturbations: Annotated[int | None, _flag("mezo_perturbations")] = None,
     backend: Annotated[str | None, _flag("backend")] = None,
     quantize: Annotated[str | None, _flag("quantize")] = None,
+    memory: Annotated[str | None, _flag("memory")] = None,
+    dry_run: Annotated[bool | None, _flag("dry_run", "--dry-run")] = None,
+    try_step: Annotated[bool | None, _flag("try_step", "--try-step")] = None,
+    resident: Annotated[str | None, _flag("resident")] = None,
+    prefetch: Annotated[int | None, _flag("prefetch")] = None,
+    hold: Annotated[bool | None, _flag("hold")] = None,
+    keep: Annotated[str | None, _flag("keep")] = None,
+    checkpoints: Annotated[str | None, _flag("checkpoints")] = None,
+    states: Annotated[str | None, _flag("states")] = None,
+    gradients: Annotated[str | None, _flag("gradients")] = None,
+    adapters: Annotated[str | None, _flag("adapter", "--adapters")] = None,
+    group_tokens: Annotated[int | None, _flag("group_tokens")] = None,
+    query_tile: Annotated[int | None, _flag("query_tile")] = None,
+    width_tile: Annotated[int | None, _flag("width_tile")] = None,
+    vocabulary_tile: Annotated[int | None, _flag("vocabulary_tile")] = None,
+    weight_tile: Annotated[int | None, _flag("weight_tile")] = None,
     val_batches: Annotated[int | None, _flag("val_batches")] = None,
     steps_per_eval: Annotated[int | None, _flag("steps_per_eval")] = None,
     steps_per_report: Annotated[int | None, _flag("steps_per_report")] = None,
@@ -140,6 +157,52 @@ def compare(
     from mesp_mlx.compare import run
 
     return run(out, file, names, flags)
+
+
+@app.command()
+def plan(
+    model: Annotated[str | None, typer.Option(help="a model folder, its config.json, a GGUF file, a Hub id, demo, or a shape as qwen2.5-3b")] = None,
+    data: Annotated[str | None, typer.Option(help="rows to plan for: a folder, a .jsonl file, or demo (default: rows of --seq positions)")] = None,
+    config_file: Annotated[str | None, typer.Option("-c", "--config", help="YAML file with settings, as finetune's; flags override it")] = None,
+    device: Annotated[str | None, typer.Option(help="a device to plan for instead of this machine, as mac-8gb; a wrong name lists them")] = None,
+    memory: Annotated[str | None, _flag("memory")] = None,
+    seq: Annotated[int | None, typer.Option(min=1, help="positions of a row; with --data where rows are cut [default: 512]")] = None,
+    batch: Annotated[int | None, _flag("batch_size")] = None,
+    rank: Annotated[int | None, _flag("rank")] = None,
+    num_layers: Annotated[int | None, _flag("num_layers")] = None,
+    keys: Annotated[str | None, _flag("keys")] = None,
+    method: Annotated[str | None, _flag("method")] = None,
+    optimizer: Annotated[str | None, _flag("optimizer")] = None,
+    grad_clip: Annotated[float | None, _flag("grad_clip")] = None,
+    iters: Annotated[int | None, _flag("iters")] = None,
+    epochs: Annotated[int | None, _flag("epochs")] = None,
+    backend: Annotated[str | None, _flag("backend")] = None,
+    dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16: of activations (default: as in training)")] = None,
+    quantize: Annotated[str | None, _flag("quantize")] = None,
+    find: Annotated[str | None, typer.Option(help="seq, batch or rank: say the largest that fits")] = None,
+    matrix: Annotated[bool, typer.Option("--devices", help="this model, or popular ones, by all devices")] = False,
+    json_file: Annotated[str | None, typer.Option("--json", help="file for the figures, - for standard output")] = None,
+    resident: Annotated[str | None, _flag("resident")] = None,
+    prefetch: Annotated[int | None, _flag("prefetch")] = None,
+    hold: Annotated[bool | None, _flag("hold")] = None,
+    keep: Annotated[str | None, _flag("keep")] = None,
+    checkpoints: Annotated[str | None, _flag("checkpoints")] = None,
+    states: Annotated[str | None, _flag("states")] = None,
+    gradients: Annotated[str | None, _flag("gradients")] = None,
+    adapters: Annotated[str | None, _flag("adapter", "--adapters")] = None,
+    group_tokens: Annotated[int | None, _flag("group_tokens")] = None,
+    query_tile: Annotated[int | None, _flag("query_tile")] = None,
+    width_tile: Annotated[int | None, _flag("width_tile")] = None,
+    vocabulary_tile: Annotated[int | None, _flag("vocabulary_tile")] = None,
+    weight_tile: Annotated[int | None, _flag("weight_tile")] = None,
+) -> int:
+    """Say what a run will take, here or on another device, before anything is downloaded; exit code 1 if it does not fit."""
+    flags = locals()
+    own = {name: flags.pop(name) for name in ("device", "seq", "dtype", "find", "matrix", "json_file")}
+    file, flags["batch_size"] = flags.pop("config_file"), flags.pop("batch")
+    from mesp_mlx.plan_command import Asked, run
+
+    return run(file, flags, Asked(**own))
 
 
 def main(arguments: list[str] | None = None) -> None:

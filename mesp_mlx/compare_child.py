@@ -12,13 +12,14 @@ import numpy as np
 
 from mesp_mlx import adapter as adapters
 from mesp_mlx import backend as backends
-from mesp_mlx import child, finetune, optim, sources
+from mesp_mlx import child, finetune, optim, planning, sources
 from mesp_mlx.data import batches
-from mesp_mlx.engine.methods import loss_and_gradients
+from mesp_mlx.engine.methods import update
 from mesp_mlx.engine.train import Run, train
 from mesp_mlx.errors import RunStopped, UserError
 from mesp_mlx.finetune import Prepared
 from mesp_mlx.memory import measure
+from mesp_mlx.memory.strategy import Strategy
 from mesp_mlx.memory.timeline import Timeline, phases
 from mesp_mlx.model.stages import Batch, Dropout
 from mesp_mlx.optim import Optimizer
@@ -35,10 +36,12 @@ def serve(request: dict[str, Any]) -> dict[str, Any]:
         optimizer = optim.make(settings.optimizer, settings.optimizer_arguments, backend)  # imports MLX's
         base = measure.process_now_bytes()
         with np.errstate(over="ignore", invalid="ignore"), measure.small_cache(backend.arrays.name):
-            prepared = finetune.prepare(settings, finetune.data_files(settings), backend)
-            if request["gradient"]:
-                return write_gradient(prepared, Path(request["gradient"]))
-            return {"base_bytes": base} | train_measured(prepared, optimizer)
+            found = finetune.find(settings, finetune.data_files(settings), backend)
+            # The same choices for all methods, so that their figures can be compared.
+            with finetune.prepare(found, planning.plan_of(found, Strategy())) as prepared:
+                if request["gradient"]:
+                    return write_gradient(prepared, Path(request["gradient"]))
+                return {"base_bytes": base} | train_measured(prepared, optimizer)
     except UserError as error:  # not for child.answer: the parent must tell what the user can change from a crash
         return {"refused": str(error)}
     except (RunStopped, MemoryError) as error:
@@ -57,8 +60,10 @@ def write_gradient(prepared: Prepared, file: Path) -> dict[str, Any]:
     share = settings.lora_parameters.dropout
     held = [Batch(group, Dropout(settings.seed, 0, share) if share else None) for group in groups]
     with prepared.store() as store:
-        loss, gradients = loss_and_gradients(settings, 0, prepared.model, store, adapter, held)
-        adapters.save(file.parent, dict(gradients), backend, file.name)
+        gradients: dict[str, Any] = {}
+        loss, finish = update(settings, 0, prepared.model, store, adapter, held, gradients.__setitem__, prepared.shelves)
+        finish()
+        adapters.save(file.parent, gradients, backend, file.name)
     dtype = prepared.model.embedding.dtype
     named = "float32" if dtype == backend.arrays.float32 else str(dtype).removeprefix("mlx.core.")
     return {"loss": loss / sum(int(group.mask.sum()) for group in groups), "activation_dtype": named}
@@ -76,7 +81,7 @@ def train_measured(prepared: Prepared, optimizer: Optimizer) -> dict[str, Any]:
         return file
 
     @contextmanager
-    def update() -> Iterator[None]:
+    def whole() -> Iterator[None]:
         timeline.mark("update")
         yield
         timeline.end_step()
@@ -85,7 +90,7 @@ def train_measured(prepared: Prepared, optimizer: Optimizer) -> dict[str, Any]:
     with ExitStack() as stack:
         store = stack.enter_context(prepared.store(phases(prepared.model, settings.method, timeline.mark, lambda: timeline.phase)))
         report = stack.enter_context(Report(settings.json_log, stack.enter_context(open(os.devnull, "w"))))
-        train(Run(settings, prepared.rows, updates, prepared.model, store, prepared.adapter, optimizer, report, save, update))
+        train(Run(settings, prepared.rows, updates, prepared.model, store, prepared.adapter, optimizer, report, save, whole))
     events = [json.loads(line) for line in Path(settings.json_log).read_text(encoding="utf-8").splitlines()]
     reports = [event for event in events if event["event"] == "train"]
     seconds = timeline.step_seconds()

@@ -10,6 +10,10 @@ from typing import Annotated, Any, Literal
 import platformdirs
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
+from mesp_mlx.errors import UserError
+from mesp_mlx.memory import choose
+from mesp_mlx.memory.strategy import ALL, Keep, Sink
+from mesp_mlx.memory.strategy import Place as Where
 from mesp_mlx.schedule import Float, Int, Schedule, rate
 
 MAX_SEQ_LENGTH_CAP = 2048  # tokens; the longest row counts up to here unless max_seq_length is given
@@ -57,6 +61,20 @@ def _words(value: Any) -> Any:
 def _fraction_or_count(value: float) -> float:
     if value >= 1 and value != int(value):
         raise ValueError("expected a fraction below 1, or a whole number of updates")
+    return value
+
+
+def _in_steps(value: int | None) -> int | None:
+    if value and value % 128:
+        raise ValueError("expected a multiple of 128, or 0")
+    return value
+
+
+def _budget(value: Any) -> Any:
+    try:
+        choose.parse_budget(str(value), 1 << 40)
+    except UserError:
+        raise ValueError("expected auto, least, fastest, a size as 2GB, 512MB or 1.5GiB, or a part of this machine's memory as 50%") from None
     return value
 
 
@@ -120,6 +138,35 @@ class OptimizerConfig(Section):
     adamw: AdamW = AdamW()
 
 
+class Choices(Section):
+    """A plan's choices by hand, as memory.strategy has them; what is None is chosen by the plan."""
+
+    resident: Annotated[Int | None, BeforeValidator(lambda v: ALL if v == "all" else v)] = Field(
+        default=None, ge=ALL, description="stages whose weights stay in memory, counted from the output down, or all"
+    )
+    prefetch: Int | None = Field(default=None, ge=0, description="stages read ahead of the one that computes")
+    hold: bool | None = Field(default=None, description="keep attention's weights in memory while its layer's MLP is reversed, or read them a third time")
+    keep: Keep | None = Field(
+        default=None, description="what backward finds instead of computing it again: nothing, replay, inputs, attention, or all (no product twice)"
+    )
+    checkpoints: Where | None = Field(default=None, description="where checkpoints are: memory or file, the run's temporary one")
+    states: Where | None = Field(default=None, description="where the arrays between two stages are, but those of the rows at work: memory or file")
+    gradients: Sink | None = Field(
+        default=None, description="applied as they come (needs grad_clip 0), held until the update ends, or spilled to the run's file"
+    )
+    adapter: Where | None = Field(default=None, description="where the adapter and the optimizer's moments are: memory or file")
+    group_tokens: Int | None = Field(default=None, ge=1, description="positions, padding included, of the rows that pass a stage together")
+    query_tile: Int | None = Field(default=None, ge=0, description="query rows of a block of attention, 0 = by size, as for the tiles below")
+    width_tile: Annotated[Int | None, AfterValidator(_in_steps)] = Field(default=None, ge=0, description="columns of the MLP's width, a multiple of 128")
+    vocabulary_tile: Int | None = Field(default=None, ge=0, description="rows of the output table at once")
+    weight_tile: Int | None = Field(default=None, ge=0, description="bytes of dequantised weights in a product, on a CPU")
+
+    @property
+    def fixed(self) -> dict[str, Any]:
+        """The fields of memory.strategy.Strategy that were chosen."""
+        return self.model_dump(exclude_none=True)
+
+
 class Settings(Section):
     """Everything a run is told. `model` and `data` have no default."""
 
@@ -139,6 +186,14 @@ class Settings(Section):
     quantize: Annotated[Literal["4", "none"], BeforeValidator(lambda v: str(v) if type(v) is int else v)] = Field(
         "4", description="an unquantised model is quantised to 4 bits into the cache, or trained on as it is (none)"
     )
+    memory: Annotated[str, AfterValidator(_budget)] = Field(
+        default="auto",
+        description="what the whole process may take, for the fastest plan within it: auto (twice the least, as far as this machine can spare it), a size as "
+        "2GB, or a part of its memory as 50%; or least or fastest, whatever that takes",
+    )
+    strategy: Choices = Choices()
+    dry_run: bool = Field(default=False, description="print the plan and stop")
+    try_step: bool = Field(default=False, description="run one update, on the longest rows, print what it took beside the plan, and stop")
     lora_parameters: LoraParameters = LoraParameters()
     num_layers: Int = Field(default=-1, ge=-1, description="train the last N layers, -1 = all")
 
@@ -187,6 +242,12 @@ class Settings(Section):
             for name, value in ignored.items():
                 if value:
                     raise ValueError(f"{name} is {value}, and method mezo has none: set it to {type(value)()}, or remove it")
+        if self.strategy.gradients == "applied" and self.grad_clip > 0 and self.method != "mezo":
+            raise ValueError(
+                f"gradients applied as they come can't be clipped, and grad_clip is {self.grad_clip:g}: set grad_clip to 0, or gradients to held or spilled"
+            )
+        if self.dry_run and self.try_step:
+            raise ValueError("both dry_run and try_step are given: keep one")
         given = self.model_fields_set
         if self.lr_schedule.arguments:
             start = self.lr_schedule.arguments[0]

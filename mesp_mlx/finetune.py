@@ -2,8 +2,8 @@
 
 import os
 import time
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -13,7 +13,8 @@ import numpy as np
 
 from mesp_mlx import adapter as adapters
 from mesp_mlx import backend as backends
-from mesp_mlx import config, optim
+from mesp_mlx import config, optim, planning
+from mesp_mlx.awake import awake
 from mesp_mlx.config import Settings
 from mesp_mlx.data import batches, tokens
 from mesp_mlx.data.formats import find_files
@@ -22,20 +23,26 @@ from mesp_mlx.engine.generate import greedy_reply
 from mesp_mlx.engine.train import Run, train
 from mesp_mlx.errors import UserError
 from mesp_mlx.interrupt import Interrupts
-from mesp_mlx.memory import measure
+from mesp_mlx.memory import machine, measure
+from mesp_mlx.memory.plan import Plan
+from mesp_mlx.memory.watchdog import Watchdog, leaner
 from mesp_mlx.model import source, weights
 from mesp_mlx.model.convert import require_space
 from mesp_mlx.model.model import Model, build
 from mesp_mlx.model.source import ModelFolder
 from mesp_mlx.model.spec import PROJECTIONS, ModelSpec, load_spec, read_config
 from mesp_mlx.report import Report
+from mesp_mlx.stream.run_file import RunFile
 from mesp_mlx.stream.safetensors import Entry, read_folder
-from mesp_mlx.stream.store import Store
+from mesp_mlx.stream.shelves import Shelves, shelves
+from mesp_mlx.stream.store import ALL_STAGES, Store
+
+BYPASS_SHARE = 0.5  # of the machine's memory: files larger than that would push everything else out of the system's page cache
 
 
 @dataclass(frozen=True)
-class Prepared:
-    """A model, rows and a first adapter, settled but for the weights, which are read from a `store`."""
+class Found:
+    """The model and the rows of a run: what its plan is made for."""
 
     settings: Settings
     backend: ModuleType
@@ -44,12 +51,27 @@ class Prepared:
     entries: Mapping[str, Entry]
     rows: Rows
     modules: list[str]
+
+    @property
+    def activation_dtype(self) -> Any:
+        return backends.activation_dtype(self.backend, backends.stored_dtype(self.entries))
+
+
+@dataclass(frozen=True)
+class Prepared(Found):
+    """The same with its plan, a first adapter and a model to train it, all but the weights, which are read from a `store`."""
+
+    plan: Plan
+    shelves: Shelves
     adapter: dict[str, Any]
     model: Model
 
     def store(self, watch: Callable[[str], None] | None = None) -> Store:
-        """The model's weights, as the method reads them. `watch` is called with the name of each stage that is opened."""
-        return Store(self.entries, self.spec, self.backend, resident=self.settings.method == "backprop", watch=watch)
+        """The model's weights, as the plan has them read. `watch` is called with the name of each stage that is opened."""
+        strategy = self.plan.strategy
+        resident = ALL_STAGES if self.settings.method == "backprop" else strategy.resident_stages(self.spec.num_layers)
+        bypass = sum(entry.size_bytes for entry in self.entries.values()) > BYPASS_SHARE * machine.total_bytes()
+        return Store(self.entries, self.spec, self.backend, resident, strategy.prefetch, strategy.hold, watch, bypass)
 
 
 def open_model(settings: Settings) -> tuple[ModelFolder, ModelSpec, dict[str, Entry]]:
@@ -65,20 +87,46 @@ def open_model(settings: Settings) -> tuple[ModelFolder, ModelSpec, dict[str, En
     return found, spec, entries
 
 
-def prepare(settings: Settings, files: Mapping[str, Path | None], backend: ModuleType) -> Prepared:
-    """Find the model, tokenise the rows in files, make the adapter: what a run needs before its first step.
+def find(settings: Settings, files: Mapping[str, Path | None], backend: ModuleType) -> Found:
+    """Find the model, tokenise the rows in files.
 
     Raises:
         UserError: something the user can change.
     """
-    found, spec, entries = open_model(settings)
-    lora = settings.lora_parameters
-    modules = adapters.choose_modules(spec, settings.num_layers, lora.keys)
-    rows = read_rows(settings, files, found.folder, spec, config.cache_folder() / "tokens")
-    adapter = _first_adapter(settings, spec, modules, backend)
-    dtype, group_tokens = backends.activation_dtype(backend, backends.stored_dtype(entries)), batches.largest_group(rows.widths, settings.rows_per_update)
-    model = build(spec, backend, lora.effective_scale, group_tokens, dtype, settings.method, settings.tiled_head)
-    return Prepared(settings, backend, found, spec, entries, rows, modules, adapter, model)
+    source, spec, entries = open_model(settings)
+    modules = adapters.choose_modules(spec, settings.num_layers, settings.lora_parameters.keys)
+    rows = read_rows(settings, files, source.folder, spec, config.cache_folder() / "tokens")
+    return Found(settings, backend, source, spec, entries, rows, modules)
+
+
+@contextmanager
+def prepare(found: Found, plan: Plan) -> Iterator[Prepared]:
+    """Make the adapter, and the run's file where the plan wants one: what a run needs before its first step.
+
+    Raises:
+        UserError: something the user can change.
+    """
+    settings, spec, backend, lora = found.settings, found.spec, found.backend, found.settings.lora_parameters
+    _require_room_for_adapters(settings, spec, found.modules)
+    with ExitStack() as stack:
+        file = None
+        if plan.strategy.needs_file:
+            folder = Path(settings.adapter_path)
+            folder.mkdir(parents=True, exist_ok=True)
+            file = stack.enter_context(closing(RunFile(folder, plan.file_bytes, backend, bypass_cache=plan.file_bytes > BYPASS_SHARE * machine.total_bytes())))
+        places = shelves(plan.strategy, file)
+        if settings.resume_adapter_file:
+            adapter = adapters.load(Path(settings.resume_adapter_file), spec, found.modules, lora.rank, backend, places.adapter)
+        else:
+            adapter = adapters.initialise(spec, found.modules, lora.rank, settings.seed, backend, places.adapter)
+        yield Prepared(**vars(found), plan=plan, shelves=places, adapter=adapter, model=build_model(found, plan))
+
+
+def build_model(found: Found, plan: Plan) -> Model:
+    """The model as a plan takes it."""
+    settings, dtype = found.settings, found.activation_dtype
+    scale = settings.lora_parameters.effective_scale
+    return build(found.spec, found.backend, scale, plan.strategy, dtype, settings.method, settings.tiled_head, plan.limit_bytes)
 
 
 def run(settings: Settings) -> None:
@@ -101,20 +149,45 @@ def run(settings: Settings) -> None:
         report = stack.enter_context(Report(settings.json_log))
         stack.enter_context(np.errstate(over="ignore", invalid="ignore"))  # what is not finite is found and said by the steps below
         stack.enter_context(measure.small_cache(arrays))
+        stack.enter_context(awake())
         for line in config.remarks(settings):
             report.note(line)
         saved = "nothing was written"
         try:
-            prepared = prepare(settings, files, backend)
+            found = find(settings, files, backend)
+            updates = count_updates(settings, len(found.rows.train))
+            if settings.iters and settings.iters % settings.grad_accumulation_steps:
+                report.note(f"--iters {settings.iters} is rounded up to whole updates of {settings.grad_accumulation_steps} iterations")
+            plan = planning.decide(found, updates, report)
+            predicted = max(plan.total_bytes, measure.process_peak_bytes())  # what came before may have been more than what is to come
+            if settings.dry_run:
+                return
+            prepared = stack.enter_context(prepare(found, plan))
             model, rows, adapter = prepared.model, prepared.rows, prepared.adapter
-            updates = _count_updates(settings, len(rows.train), report)
-            store = stack.enter_context(prepared.store())
 
             def save(name: str) -> Path:
                 with interrupts.held():
                     file = adapters.save(folder, adapter, backend, name)
                     write_config(folder, settings, prepared.spec, prepared.source)  # last: where nothing could be saved, no config claims a run
                     return file
+
+            def relieve() -> None:
+                store.drop_resident()
+                model.evaluate.limit(leaner(plan).limit_bytes)
+                measure.give_back(arrays)
+
+            def after_update() -> Model | None:
+                smaller = watchdog.after_update()
+                return smaller and build_model(found, smaller)
+
+            budget = max(planning.room_of(found).budget_bytes, plan.total_bytes)
+            watchdog = Watchdog(plan, budget, relieve, lambda: save(adapters.ADAPTER_FILE), report.note)
+            store = stack.enter_context(prepared.store(watchdog))
+            optimizer = optim.make(settings.optimizer, settings.optimizer_arguments, backend, prepared.shelves.adapter)
+            training = Run(settings, rows, updates, model, store, adapter, optimizer, report, save, interrupts.held, prepared.shelves, after_update)
+            if settings.try_step:
+                planning.try_step(training, plan)
+                return
 
             def reply() -> list[int]:
                 return greedy_reply(model, store, adapter, rows.prompt, rows.stops, settings.reply_tokens)
@@ -125,8 +198,8 @@ def run(settings: Settings) -> None:
                 backend=arrays,
                 method=settings.method,
                 modules=len(prepared.modules),
-                parameters=sum(array.size for array in adapter.values()),
-                adapter_bytes=sum(array.nbytes for array in adapter.values()),
+                parameters=_parameters(prepared.spec, prepared.modules, settings),
+                adapter_bytes=4 * _parameters(prepared.spec, prepared.modules, settings),
                 rank=settings.lora_parameters.rank,
                 effective_scale=settings.lora_parameters.effective_scale,
                 rows=len(rows.train),
@@ -140,11 +213,11 @@ def run(settings: Settings) -> None:
                 rows_per_update=settings.rows_per_update,
                 updates=updates,
                 iterations=updates * settings.grad_accumulation_steps,
+                predicted_peak_bytes=predicted,
             )
             reply_before = reply()
-            optimizer = optim.make(settings.optimizer, settings.optimizer_arguments, backend)
             try:
-                before, after = train(Run(settings, rows, updates, model, store, adapter, optimizer, report, save, interrupts.held))
+                before, after = train(training)
             except KeyboardInterrupt:
                 saved = f"the adapter as it stands is in {save(adapters.ADAPTER_FILE)}"
                 raise
@@ -160,6 +233,8 @@ def run(settings: Settings) -> None:
             reply_after=replies[1],
             allocator_peak_bytes=measure.allocator_peak_bytes(arrays),
             process_peak_bytes=measure.process_peak_bytes(),
+            predicted_arrays_bytes=plan.arrays_peak_bytes,
+            predicted_peak_bytes=predicted,
             seconds=time.perf_counter() - started,
             prompt=rows.question,
             model_folder=str(prepared.source.folder),
@@ -184,21 +259,21 @@ def _new_folder(settings: Settings) -> Path:
     return folder
 
 
-def _count_updates(settings: Settings, count: int, report: Report) -> int:
-    accumulation = settings.grad_accumulation_steps
-    if settings.iters and settings.iters % accumulation:
-        report.note(f"--iters {settings.iters} is rounded up to whole updates of {accumulation} iterations")
-    epochs = settings.epochs or (None if settings.iters else config.default_epochs(count))
-    return batches.count_updates(count, settings.batch_size, accumulation, iters=settings.iters, epochs=epochs)
+def count_updates(settings: Settings, rows: int) -> int:
+    """The updates of a run on so many rows."""
+    epochs = settings.epochs or (None if settings.iters else config.default_epochs(rows))
+    return batches.count_updates(rows, settings.batch_size, settings.grad_accumulation_steps, iters=settings.iters, epochs=epochs)
 
 
-def _first_adapter(settings: Settings, spec: ModelSpec, modules: list[str], backend: ModuleType) -> dict:
-    rank = settings.lora_parameters.rank
-    needed = 4 * sum(rows * columns for rows, columns in adapters.shapes(spec, modules, rank).values())
-    require_space(Path(settings.adapter_path), 2 * needed, f"--adapter-path {settings.adapter_path}: saving an adapter of --rank {rank} safely")
-    if settings.resume_adapter_file:
-        return adapters.load(Path(settings.resume_adapter_file), spec, modules, rank, backend)
-    return adapters.initialise(spec, modules, rank, settings.seed, backend)
+def _parameters(spec: ModelSpec, modules: list[str], settings: Settings) -> int:
+    """Numbers in the adapter."""
+    return sum(rows * columns for rows, columns in adapters.shapes(spec, modules, settings.lora_parameters.rank).values())
+
+
+def _require_room_for_adapters(settings: Settings, spec: ModelSpec, modules: list[str]) -> None:
+    needed = 4 * _parameters(spec, modules, settings)
+    what = f"--adapter-path {settings.adapter_path}: saving an adapter of --rank {settings.lora_parameters.rank} safely"
+    require_space(Path(settings.adapter_path), 2 * needed, what)
 
 
 def write_config(folder: Path, settings: Settings, spec: ModelSpec, model: ModelFolder) -> None:

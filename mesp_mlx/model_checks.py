@@ -13,14 +13,14 @@ from mesp_mlx import adapter as adapters
 from mesp_mlx import config, reference
 from mesp_mlx.data.group import Group
 from mesp_mlx.engine.methods import exact as exact_method
-from mesp_mlx.engine.sink import HeldSink
+from mesp_mlx.memory.strategy import Strategy
 from mesp_mlx.model.model import build
 from mesp_mlx.model.spec import PROJECTIONS, ModelSpec
 from mesp_mlx.model.stages import Batch
 from mesp_mlx.op_checks import bound, dtype_name, error
 from mesp_mlx.report import megabytes
 from mesp_mlx.stream.safetensors import Entry
-from mesp_mlx.stream.store import Store
+from mesp_mlx.stream.store import ALL_STAGES, Store
 
 SCALE = config.LoraParameters.model_fields["scale"].default  # mlx-lm's
 ROWS = [f"{projection.split('.')[1]}.lora_{half}" for projection in PROJECTIONS for half in "ab"]  # of a table: each has a tensor in every layer
@@ -49,10 +49,10 @@ class Subject:
         exact, layers = dtype is np.float64, layers or self.spec.num_layers
         backend = reference if exact else self.backend
         spec = dataclasses.replace(self.spec, num_layers=layers, windows=self.spec.windows[:layers])
-        model = build(spec, backend, SCALE, self.group.ids.size, dtype, method, tiled_head=method == "mebp" and not exact)
+        model = build(spec, backend, SCALE, Strategy(), dtype, method, tiled_head=method == "mebp" and not exact)
         names = adapters.shapes(spec, adapters.choose_modules(spec), 1)
         adapter = {name: backend.arrays.asarray(self.adapter[name].astype(np.float64 if exact else np.float32, copy=False)) for name in names}
-        with Store(self.entries, spec, backend, resident=method == "backprop") as store:
+        with Store(self.entries, spec, backend, ALL_STAGES if method == "backprop" else ()) as store:
             exact_method(method)(model, store, adapter, [Batch(self.group)], _Visits(backend, visit))
 
     def gradients(self, method: str, layers: int | None = None) -> Gradients:
@@ -62,16 +62,22 @@ class Subject:
         return found
 
 
-class _Visits(HeldSink):
-    """Holds nothing: hands over each gradient as it comes."""
+@dataclass(frozen=True)
+class _Visits:
+    """A sink that holds nothing: it hands over each gradient as it comes, finite or not."""
 
-    def __init__(self, backend: ModuleType, visit: Callable[[str, np.ndarray], Any]) -> None:
-        super().__init__(backend)
-        self._visit = visit
+    backend: ModuleType
+    visit: Callable[[str, np.ndarray], Any]
+
+    def check(self, loss: float) -> None:
+        """Any loss will do."""
+
+    def finish(self) -> None:
+        """Nothing is left to do."""
 
     def put(self, gradients: dict[str, Any]) -> None:
         for name, gradient in gradients.items():
-            self._visit(name, self._backend.arrays.to_numpy(gradient))
+            self.visit(name, self.backend.arrays.to_numpy(gradient))
 
 
 @dataclass(frozen=True)

@@ -3,12 +3,14 @@
 A tensor's new value and state replace the old ones before the next tensor is touched, so memory never holds a second adapter.
 """
 
-import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+
+from mesp_mlx.stream.run_file import fetch
+from mesp_mlx.stream.shelves import IN_MEMORY, Shelf, replace
 
 # Adam's and AdamW's, where none are given: bias correction on and no weight decay, unlike mlx.optimizers'.
 ADAM = {"betas": (0.9, 0.999), "eps": 1e-8, "bias_correction": True}
@@ -20,51 +22,43 @@ Rule = Callable[[Any, Any, dict[str, Any], int, float], Any]
 
 @dataclass
 class Optimizer:
-    """An optimizer and what it remembers: the number of updates made, and each tensor's moments, by adapter tensor name."""
+    """An optimizer and what it remembers: the number of updates made, and each tensor's moments, by adapter tensor name, on a shelf."""
 
     backend: Any
     rule: Rule
     slots: tuple[str, ...]
+    shelf: Shelf = IN_MEMORY.adapter
     updates: int = 0
-    state: dict[str, dict[str, Any]] = field(default_factory=dict)
-
-    def apply(self, adapter: dict[str, Any], gradients: Iterable[tuple[str, Any]], learning_rate: float) -> dict[str, Any]:
-        """One update: replaces in `adapter`, tensor by tensor, all whose gradient is given by name, and returns it."""
-        self.start_update()
-        for name, gradient in gradients:
-            adapter[name] = self.apply_one(name, adapter[name], gradient, learning_rate)
-        return adapter
+    state: dict[str, Any] = field(default_factory=dict)
 
     def start_update(self) -> None:
-        """Count an update whose tensors `apply_one` will take, for gradients that arrive stage by stage."""
+        """Count an update, whose tensors `apply` will take one at a time."""
         self.updates += 1
 
-    def apply_one(self, name: str, parameter: Any, gradient: Any, learning_rate: float) -> Any:
-        """The new value of one tensor, evaluated, in the update that `start_update` began."""
-        if name not in self.state:
-            self.state[name] = {slot: self.backend.arrays.zeros(parameter.shape, parameter.dtype) for slot in self.slots}
-        state = self.state[name]
+    def apply(self, adapter: dict[str, Any], name: str, gradient: Any, learning_rate: float) -> None:
+        """Replace one tensor of the adapter, in the update that `start_update` began."""
+        parameter = fetch(adapter[name])
+        if self.slots and name not in self.state:
+            self.state[name] = self.shelf.put({slot: self.backend.arrays.zeros(parameter.shape, parameter.dtype) for slot in self.slots})
+        state = fetch(self.state.get(name, {}))
         new = self.rule(gradient, parameter, state, self.updates, learning_rate)
         self.backend.arrays.evaluate(new, state)
-        return new
+        replace(adapter, name, new)
+        if self.slots:
+            replace(self.state, name, state)
 
 
-def make(name: str, options: Mapping[str, Any], backend: Any) -> Optimizer:
+def make(name: str, options: Mapping[str, Any], backend: Any, shelf: Shelf = IN_MEMORY.adapter) -> Optimizer:
     """An optimizer, "sgd", "adam" or "adamw", with options named as mlx.optimizers names them, checked where they came from (config.py)."""
     full = {"sgd": SGD, "adam": ADAM, "adamw": ADAM | {"weight_decay": 0.0}}[name] | dict(options)
     slots = (("v",) if full["momentum"] > 0 else ()) if name == "sgd" else ("m", "v")
     rule = _mlx_rule(name, full) if backend.arrays.name == "mlx" else _numpy_rule(name, full)
-    return Optimizer(backend, rule, slots)
+    return Optimizer(backend, rule, slots, shelf)
 
 
 def clip_factor(norm: float, limit: float) -> float:
     """What to multiply all gradients by so that their global norm stays below the limit; 0 = no limit. As mlx.optimizers.clip_grad_norm."""
     return min(1.0, limit / (norm + 1e-6)) if limit > 0 else 1.0
-
-
-def global_norm(gradients: Mapping[str, Any], backend: Any) -> float:
-    """The Euclidean norm of all gradients together."""
-    return math.sqrt(math.fsum(backend.arrays.sum_squares(gradient) for gradient in gradients.values()))
 
 
 def _mlx_rule(name: str, options: dict[str, Any]) -> Rule:

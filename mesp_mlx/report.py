@@ -20,6 +20,8 @@ from rich.text import Text
 
 from mesp_mlx.errors import UserError
 
+WAITED_SHARE, MEASURED_BYTES = 0.01, 10_000_000  # waited for in the first update, and read in it: less is not worth a line
+
 
 def megabytes(n_bytes: int) -> str:
     """A size as people read it: `62.5 MB`."""
@@ -67,6 +69,11 @@ class Report:
     def note(self, text: str) -> None:
         """A line of its own, above the live one."""
         self._console.print(Text(_printable(text)), soft_wrap=True)
+
+    def panel(self, event: str, title: str, lines: dict[str, str], fields: dict[str, Any]) -> None:
+        """An event: its fields for the log, and lines by name for people."""
+        self._write(event, fields)
+        self._panel(title, lines)
 
     def start(
         self,
@@ -117,10 +124,17 @@ class Report:
             panel["memory"] = f"{megabytes(predicted_peak_bytes)} predicted peak"
         self._panel("mesp-mlx finetune", panel)
 
-    def step(self, *, iteration: int, train_loss: float, learning_rate: float, tokens_per_second: float, iterations_per_second: float) -> None:
+    def disk(self, *, read_bytes: int, read_seconds: float, waited_seconds: float, seconds: float) -> None:
+        """How fast weights were read in the first update, which took `seconds`. Said where that was waited for, and enough was read to tell."""
+        if read_bytes >= MEASURED_BYTES and (share := waited_seconds / seconds) >= WAITED_SHARE:
+            self.note(f"weights are read at {read_bytes / read_seconds / 1e9:.2g} GB/s; {share:.0%} of the first update was spent waiting for them")
+
+    def step(
+        self, *, iteration: int, train_loss: float, learning_rate: float, tokens_per_second: float, iterations_per_second: float, seconds_left: float
+    ) -> None:
         """Refresh the live line between two reports. Prints and writes nothing elsewhere."""
         if self._is_terminal:
-            self._progress(iteration, train_loss, learning_rate, tokens_per_second, iterations_per_second, None, None)
+            self._progress(iteration, train_loss, learning_rate, tokens_per_second, seconds_left)
 
     def train(
         self,
@@ -132,12 +146,18 @@ class Report:
         tokens_per_second: float,
         trained_tokens: int,
         peak_memory_bytes: int | None,
+        seconds_left: float,
         memory_bytes: int | None = None,
     ) -> None:
-        """A report every few iterations: the mean loss since the last one, and the rate of the last update. memory_bytes, now, is only printed."""
-        event = {key: value for key, value in locals().items() if key not in ("self", "memory_bytes")}
+        """A report every few iterations: the mean loss since the last one, and the rate of the last update.
+
+        What is left, and memory_bytes, now, are only printed.
+        """
+        event = {key: value for key, value in locals().items() if key not in ("self", "seconds_left", "memory_bytes")}
         self._write("train", event)
-        self._progress(iteration, train_loss, learning_rate, tokens_per_second, iterations_per_second, memory_bytes, peak_memory_bytes)
+        sizes = {"memory": memory_bytes, "peak": peak_memory_bytes}
+        self._memory = ", ".join(f"{name} {megabytes(size)}" for name, size in sizes.items() if size is not None)
+        self._progress(iteration, train_loss, learning_rate, tokens_per_second, seconds_left)
 
     def validation(self, iteration: int, val_loss: float) -> None:
         self._write("validation", {"iteration": iteration, "val_loss": val_loss})
@@ -156,6 +176,8 @@ class Report:
         reply_after: str | None,
         allocator_peak_bytes: int | None,
         process_peak_bytes: int | None,
+        predicted_arrays_bytes: int | None = None,
+        predicted_peak_bytes: int | None = None,
         seconds: float,
         prompt: str | None = None,
         model_folder: str | Path | None = None,
@@ -170,23 +192,22 @@ class Report:
             rows |= {"prompt": prompt or "", "reply before": reply_before or "(nothing)", "reply after": reply_after or "(nothing)"}
         allocator = "not counted on NumPy" if allocator_peak_bytes is None else megabytes(allocator_peak_bytes)
         process = "not measured" if process_peak_bytes is None else megabytes(process_peak_bytes)
+        if allocator_peak_bytes is not None and predicted_arrays_bytes is not None:
+            allocator += f" (predicted: {megabytes(predicted_arrays_bytes)})"
+        if predicted_peak_bytes is not None:
+            process += f" (predicted: {megabytes(predicted_peak_bytes)})"
         rows["peak memory"] = f"{process} by the operating system, {allocator} by the allocator"
-        rows["time"] = _duration(seconds)
+        rows["time"] = duration(seconds)
         self._panel("done", rows)
         if model_folder is not None and adapter_path is not None:
             self.note("use it with mlx-lm:")
             asked = f" --prompt {shlex.quote(prompt)}" if prompt else ' --prompt "…"'
             self.note(f"  mlx_lm.generate --model {shlex.quote(str(model_folder))} --adapter-path {shlex.quote(str(adapter_path))}{asked}")
 
-    def _progress(
-        self, iteration: int, loss: float, rate: float, tokens_per_second: float, iterations_per_second: float, now: int | None, peak: int | None
-    ) -> None:
-        left = (self._iterations - iteration) / iterations_per_second if iterations_per_second > 0 else None
+    def _progress(self, iteration: int, loss: float, rate: float, tokens_per_second: float, seconds_left: float) -> None:
         parts = [f"iteration {iteration}/{self._iterations}", f"loss {loss:.4f}", f"rate {rate:.2e}", f"{tokens_per_second:,.0f} tokens/s"]
-        parts.append("" if left is None else f"{_duration(left)} left")
-        sizes = {"memory": now, "peak": peak}
-        self._memory = ", ".join(f"{name} {megabytes(size)}" for name, size in sizes.items() if size is not None) or self._memory
-        line = Text(", ".join(part for part in [*parts, self._memory] if part), no_wrap=True, overflow="ellipsis")
+        parts += [f"{duration(seconds_left)} left", self._memory]
+        line = Text(", ".join(part for part in parts if part), no_wrap=True, overflow="ellipsis")
         if not self._is_terminal:
             self._console.print(line, soft_wrap=True)
             return
@@ -247,7 +268,7 @@ def _change(before: float | None, after: float | None) -> str:
     return f"{before:.4f} -> {after:.4f}" + (f" ({(after - before) / before:+.1%})" if before else "")
 
 
-def _duration(seconds: float) -> str:
+def duration(seconds: float) -> str:
     """`42 s`, `3 min 05 s`, `2 h 07 min`."""
     whole = round(seconds)
     if whole < 60:

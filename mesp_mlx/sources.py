@@ -7,13 +7,14 @@ from typing import Any, get_args
 import yaml
 from pydantic import ValidationError
 
-from mesp_mlx.config import LATER, METHOD_DEFAULTS, NOT_SERVED, LoraParameters, Settings, demo_folder
+from mesp_mlx.config import LATER, METHOD_DEFAULTS, NOT_SERVED, Choices, LoraParameters, Settings, demo_folder
 from mesp_mlx.errors import UserError
 
 SILENT_IN_FILES = ("test_batches",)  # mlx-lm's own files give it without test, when nothing reads it
 LATER_CHOICES = {"fine_tune_type": ("dora", "full"), "optimizer": ("muon", "adafactor")}
 ALTERNATIVES = [("iters", "epochs"), ("scale", "alpha")]
 LORA_FLAGS = ("rank", "scale", "alpha", "dropout", "keys")
+CHOICE_FLAGS = {"adapters" if field == "adapter" else field: field for field in Choices.model_fields}  # flags by name, and what they set
 WORDS: dict[str, str] = {  # for pydantic's errors
     **dict.fromkeys(("int_type", "int_parsing", "int_from_float"), "a whole number"),
     **dict.fromkeys(("float_type", "float_parsing"), "a number"),
@@ -46,10 +47,11 @@ def load(path: str | Path | None, overrides: dict[str, Any]) -> Settings:
 
 
 def _as_file(overrides: dict[str, Any]) -> dict[str, Any]:
-    """Flags in the shape of a file: the adapter's under lora_parameters."""
+    """Flags in the shape of a file: the adapter's under lora_parameters, a plan's choices under strategy."""
     flags = {key: value for key, value in overrides.items() if value is not None}
     lora = {key: flags.pop(key) for key in LORA_FLAGS if key in flags}
-    return flags | ({"lora_parameters": lora} if lora else {})
+    choices = {field: flags.pop(key) for key, field in CHOICE_FLAGS.items() if key in flags}
+    return flags | ({"lora_parameters": lora} if lora else {}) | ({"strategy": choices} if choices else {})
 
 
 def _read_yaml(path: Path) -> dict[str, Any]:
@@ -142,6 +144,8 @@ def _named(path: str, source: str) -> str:
     """How the user wrote a key: in a file, or as a flag (source is empty)."""
     if source:
         return f"{path} in {source}"
+    if path.startswith("strategy."):
+        path = next(flag for flag, field in CHOICE_FLAGS.items() if field == path.removeprefix("strategy."))
     flag, _, inside = path.removeprefix("lora_parameters.").partition(".")
     return f"--{flag.replace('_', '-')}" + (f" ({inside})" if inside else "")
 
@@ -152,7 +156,7 @@ def _problem(details: Any, layers: list[tuple[str, dict[str, Any]]]) -> str:
     if details["type"] == "missing":
         return f"no {path[-1]} is given: --{path[-1]} takes {Settings.model_fields[path[-1]].description}"
     message = details["msg"].removeprefix("Value error, ").removeprefix("Input should be ")
-    if path in ([], ["lora_parameters"]) and details["type"] == "value_error":
+    if path in ([], ["lora_parameters"], ["strategy"]) and details["type"] == "value_error":
         return message
     name = _named(".".join(path), _source(path, layers))
     if details["type"] == "extra_forbidden":
@@ -179,6 +183,7 @@ def _source(path: list[str], layers: list[tuple[str, dict[str, Any]]]) -> str:
 def _did_you_mean(path: list[str]) -> str:
     homes = {key: key for key in (*Settings.model_fields, *NOT_SERVED, "target_modules")}
     homes |= {key: f"lora_parameters.{key}" for key in LoraParameters.model_fields}
+    homes |= {key: f"strategy.{key}" for key in Choices.model_fields}
     if path[-1] in homes and len(path) == 1:
         return f": write {homes[path[-1]]}"
     close = difflib.get_close_matches(path[-1], homes, n=1)

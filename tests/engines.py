@@ -9,7 +9,6 @@ import numpy as np
 from mesp_mlx import adapter as adapters
 from mesp_mlx.data.group import Group
 from mesp_mlx.engine.backprop import loss_and_gradients
-from mesp_mlx.engine.sink import HeldSink
 from mesp_mlx.model import weights
 from mesp_mlx.model.model import build
 from mesp_mlx.model.spec import PROJECTIONS, load_spec, read_config
@@ -41,26 +40,34 @@ def one_pass(
     """The summed loss, its gradients by adapter tensor name, and the store that was read from."""
     spec, entries = load_spec(read_config(folder)), read_folder(folder)
     weights.check(spec, entries)
-    model, sink = build(spec, backend, SCALE, dtype=dtype), Gathered(backend)
+    model, sink = build(spec, backend, SCALE, dtype=dtype), Gathered()
     arrays = {name: backend.arrays.asarray(value) for name, value in adapter.items()}
     with Store(entries, spec, backend) as store:
         loss = loss_and_gradients(model, store, arrays, [Batch(group, dropout) for group in groups], sink)
     return loss, {name: np.array(backend.arrays.to_numpy(value)) for name, value in sink.gradients.items()}, store
 
 
-class Gathered(HeldSink):
-    """A sink that shows what it was given."""
+class Gathered:
+    """A sink that keeps what it was given: the gradients of the summed loss."""
 
-    @property
-    def gradients(self) -> dict[str, Any]:
-        return self._gradients
+    def __init__(self) -> None:
+        self.gradients: dict[str, Any] = {}
+
+    def check(self, loss: float) -> None:
+        assert np.isfinite(loss)
+
+    def put(self, gradients: dict[str, Any]) -> None:
+        self.gradients |= gradients
+
+    def finish(self) -> None:
+        """Nothing is applied."""
 
 
 class RecordingStore(Store):
     """A store that writes down what is loaded and freed."""
 
-    def __init__(self, *arguments: Any):
-        super().__init__(*arguments)
+    def __init__(self, *arguments: Any, **named: Any):
+        super().__init__(*arguments, **named)
         self.events: list[str] = []
 
     def load(self, stage: Any) -> Any:

@@ -16,10 +16,12 @@ from mesp_mlx.config import VARIANTS
 from mesp_mlx.data.group import Group
 from mesp_mlx.engine import methods
 from mesp_mlx.memory import measure
+from mesp_mlx.memory.strategy import Strategy
 from mesp_mlx.model.model import Model, build
 from mesp_mlx.model.spec import load_spec, read_config
 from mesp_mlx.model.stages import Batch, Dropout
 from mesp_mlx.stream.safetensors import read_folder
+from mesp_mlx.stream.shelves import IN_MEMORY, Shelves
 from mesp_mlx.stream.store import Store
 
 # Every exact method but mesp, with the settings that change it.
@@ -28,12 +30,15 @@ BASELINES = {name: settings for name, settings in VARIANTS.items() if name not i
 PARTS: list[tuple[tuple[str, ...] | None, int]] = [(("mlp.down_proj",), 1), (("self_attn.q_proj",), -1), (("mlp.gate_proj", "self_attn.v_proj"), -1), (None, 1)]
 
 
+DEFAULT = Strategy()
+
+
 def opened(
-    folder: Path, backend: Any, method: str = "mesp", tiled_head: bool = False, dtype: Any = None, store: Any = Store, group_tokens: int = 1024
+    folder: Path, backend: Any, method: str = "mesp", tiled_head: bool = False, dtype: Any = None, store: Any = Store, strategy: Strategy = DEFAULT
 ) -> tuple[Model, Any]:
-    """The model in a folder as a method takes it, and its weights."""
+    """The model in a folder as a method and a plan take it, and its weights."""
     spec = load_spec(read_config(folder))
-    return build(spec, backend, SCALE, group_tokens, dtype, method, tiled_head), store(read_folder(folder), spec, backend)
+    return build(spec, backend, SCALE, strategy, dtype, method, tiled_head), store(read_folder(folder), spec, backend)
 
 
 def given(backend: Any, adapter: Mapping[str, np.ndarray]) -> dict[str, Any]:
@@ -52,12 +57,14 @@ def exact_pass(
     tiled_head: bool = False,
     grad_checkpoint: bool = False,
     store: Any = Store,
+    shelves: Shelves = IN_MEMORY,
 ) -> tuple[float, dict[str, np.ndarray], Any]:
     """The summed loss by an exact method, its gradients by adapter tensor name, and the store that was read from."""
     model, opened_store = opened(folder, backend, method, tiled_head, dtype, store)
-    sink = Gathered(backend)
+    sink = Gathered()
     with opened_store:
-        loss = methods.exact(method, grad_checkpoint)(model, opened_store, given(backend, adapter), [Batch(group, dropout) for group in groups], sink)
+        run = methods.exact(method, grad_checkpoint, shelves)
+        loss = run(model, opened_store, given(backend, adapter), [Batch(group, dropout) for group in groups], sink)
     return loss, {name: np.array(backend.arrays.to_numpy(value)) for name, value in sink.gradients.items()}, opened_store
 
 

@@ -13,6 +13,7 @@ from models import make_model, tiny_config
 from mesp_mlx import adapter, reference
 from mesp_mlx.errors import RunStopped, UserError
 from mesp_mlx.model.spec import PROJECTIONS, load_spec
+from mesp_mlx.stream.run_file import Parked, RunFile
 from mesp_mlx.stream.safetensors import Writer, read_array, read_header
 
 PARAMETERS = {"rank": 3, "scale": 20.0, "dropout": 0.0}
@@ -158,6 +159,24 @@ def test_saved_adapter_comes_back(tmp_path, backend):
         assert list(got) == list(arrays)
         for name, array in got.items():
             np.testing.assert_array_equal(backend.arrays.to_numpy(array), arrays[name])
+
+
+def test_in_the_run_s_file_it_is_the_same(tmp_path, backend):
+    """Drawn into it, saved out of it, read into it again; a tensor at a time."""
+    spec = load_spec(tiny_config("qwen3"))
+    modules = adapter.choose_modules(spec)
+    (tmp_path / "run").mkdir()
+    file = RunFile(tmp_path / "run", 0, backend)
+    want = adapter.initialise(spec, modules, 3, 7, backend)
+    drawn = adapter.initialise(spec, modules, 3, 7, backend, file)
+    assert all(isinstance(tensor, Parked) for tensor in drawn.values()) and list(drawn) == list(want)
+    saved = adapter.save(tmp_path / "file", drawn, backend)
+    assert saved.read_bytes() == adapter.save(tmp_path / "memory", want, backend).read_bytes()
+    loaded = adapter.load(saved, spec, modules, 3, backend, file)
+    for name, tensor in loaded.items():
+        assert isinstance(tensor, Parked)
+        np.testing.assert_array_equal(backend.arrays.to_numpy(tensor.get()), backend.arrays.to_numpy(want[name]))
+    file.close()
 
 
 def test_checkpoint_has_the_name_asked_for(tmp_path):

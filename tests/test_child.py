@@ -11,7 +11,7 @@ import pytest
 from mesp_mlx import child
 from mesp_mlx.errors import UserError
 
-SERVER = '''
+SERVER = """
 import sys, time
 from pathlib import Path
 from mesp_mlx import child
@@ -33,7 +33,7 @@ def serve(request):
 
 if __name__ == "__main__":
     child.answer(serve)
-'''
+"""
 
 
 @pytest.fixture

@@ -21,6 +21,21 @@ GIVEN = {
     "--scale": ("7.5", lambda s: s.lora_parameters.scale),
     "--dropout": ("0.25", lambda s: s.lora_parameters.dropout),
     "--keys": ("self_attn.q_proj", lambda s: ",".join(s.lora_parameters.keys)),
+    "--memory": ("512MB", lambda s: s.memory),
+    "--dry-run": (None, lambda s: s.dry_run),
+    "--resident": ("7", lambda s: s.strategy.resident),
+    "--prefetch": ("3", lambda s: s.strategy.prefetch),
+    "--no-hold": (None, lambda s: s.strategy.hold is False),
+    "--keep": ("inputs", lambda s: s.strategy.keep),
+    "--checkpoints": ("file", lambda s: s.strategy.checkpoints),
+    "--states": ("memory", lambda s: s.strategy.states),
+    "--gradients": ("spilled", lambda s: s.strategy.gradients),
+    "--adapters": ("file", lambda s: s.strategy.adapter),
+    "--group-tokens": ("300", lambda s: s.strategy.group_tokens),
+    "--query-tile": ("48", lambda s: s.strategy.query_tile),
+    "--width-tile": ("384", lambda s: s.strategy.width_tile),
+    "--vocabulary-tile": ("320", lambda s: s.strategy.vocabulary_tile),
+    "--weight-tile": ("70000", lambda s: s.strategy.weight_tile),
     "--num-layers": ("5", lambda s: s.num_layers),
     "--optimizer": ("sgd", lambda s: s.optimizer),
     "--optimizer-config": ("{sgd: {momentum: 0.5}}", lambda s: f"{{sgd: {{momentum: {s.optimizer_config.sgd.momentum}}}}}"),
@@ -58,9 +73,26 @@ GIVEN = {
     "--alpha": ("4.5", lambda s: s.lora_parameters.alpha),
     "--target-modules": ("mlp.up_proj", lambda s: ",".join(s.lora_parameters.keys)),
     "--mask-prompt": (None, lambda s: s.mask_prompt),
+    "--try-step": (None, lambda s: s.try_step),
+    "--hold": (None, lambda s: s.strategy.hold),
 }
 MEZO = ("--method", "mezo")
 ALONE = {"--mezo-epsilon": MEZO, "--mezo-perturbations": MEZO, "--epochs": (), "--alpha": (), "--target-modules": (), "--mask-prompt": ()}
+ALONE |= {"--try-step": (), "--hold": ()}
+# What `plan` takes of finetune's, and what it takes besides, with where that arrives.
+PLANNED = {
+    "--model", "--data", "--memory", "--rank", "--num-layers", "--keys", "--method", "--optimizer", "--grad-clip", "--iters", "--backend", "--quantize",
+    "--resident", "--prefetch", "--no-hold", "--keep", "--checkpoints", "--states", "--gradients", "--adapters", "--group-tokens", "--query-tile",
+    "--width-tile", "--vocabulary-tile", "--weight-tile",
+}  # fmt: skip
+PLAN_ONLY = {
+    "--device": ("mac-8gb", lambda asked: asked.device),
+    "--seq": ("99", lambda asked: asked.seq),
+    "--dtype": ("float32", lambda asked: asked.dtype),
+    "--find": ("batch", lambda asked: asked.find),
+    "--devices": (None, lambda asked: asked.matrix),
+    "--json": ("plan.json", lambda asked: asked.json_file),
+}
 REFUSED = {
     "--test": None,
     "--test-batches": "3",
@@ -91,8 +123,10 @@ def typed(*flags: str) -> list[str]:
 
 def test_every_flag_is_in_the_table_above():
     names = {"--" + name.replace("_", "-") for name in inspect.signature(cli.finetune).parameters} - {"--config-file"}
-    assert names == set(GIVEN) - {"--no-mask-prompt"} | set(REFUSED)
-    settings = (set(config.Settings.model_fields) | set(config.LoraParameters.model_fields)) - {"lora_parameters"}
+    assert names == set(GIVEN) - {"--no-mask-prompt", "--no-hold"} | set(REFUSED)
+    sections = {"lora_parameters": config.LoraParameters, "strategy": config.Choices}
+    settings = set(config.Settings.model_fields) | {name for section in sections.values() for name in section.model_fields}
+    settings = settings - set(sections) - {"adapter"} | {"adapters"}
     assert settings <= {name[2:].replace("-", "_") for name in names}, "a setting without a flag"
 
 
@@ -108,6 +142,31 @@ def test_every_flag_reaches_the_settings(ran):
         assert str(arrived(settings)) == (text if text is not None else "True"), flag
         if flag not in same_as_default and flag not in ("--keys", "--target-modules"):
             assert arrived(settings) != arrived(default), f"{flag} is given its default, which shows nothing"
+
+
+def test_every_flag_of_plan_reaches_it(monkeypatch):
+    seen = []
+    stub = types.SimpleNamespace(Asked=types.SimpleNamespace, run=lambda file, flags, asked: seen.append((file, flags, asked)))
+    monkeypatch.setitem(sys.modules, "mesp_mlx.plan_command", stub)  # type: ignore[arg-type]
+    names = {"--" + name.replace("_", "-") for name in inspect.signature(cli.plan).parameters}
+    renamed = {"--matrix", "--json-file", "--config-file", "--hold", "--batch", "--epochs"}
+    assert names - renamed == (PLANNED | set(PLAN_ONLY)) - {"--no-hold", "--devices", "--json"}
+    own = [word for flag, (value, _) in PLAN_ONLY.items() for word in (flag, value) if word is not None]
+    assert call("plan", *typed(*PLANNED), "--batch", "2", *own, "-c", "x.yaml") == 0
+    assert call("plan", "--model", "m", "--epochs", "8", "--hold") == 0
+    (file, flags, asked), (_, other, _) = seen
+    settings = sources.load(None, flags)
+    assert file == "x.yaml" and settings.batch_size == 2 and other["epochs"] == 8 and other["hold"] is True
+    for flag in PLANNED:
+        text, arrived = GIVEN[flag]
+        assert str(arrived(settings)) == (text if text is not None else "True"), flag
+    for flag, (text, arrived) in PLAN_ONLY.items():
+        assert str(arrived(asked)) == (text if text is not None else "True"), flag
+
+
+def test_all_weights_may_be_resident(ran):
+    assert call("finetune", "--model", "m", "--data", "d", "--resident", "all") == 0
+    assert ran[0].strategy.fixed == {"resident": -1}
 
 
 @pytest.mark.parametrize("flag", REFUSED)

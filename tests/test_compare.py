@@ -256,14 +256,14 @@ def test_what_the_user_can_change_is_said_as_ever(model, data, tmp_path, capsys,
 def test_the_gradient_is_taken_where_all_of_it_shows(model, data, tmp_path, here):
     """With B zero, as training starts, A would have none; its B is random, and A as training starts from it."""
     starts, files = [], {}
-    original = compare_child.loss_and_gradients
+    original = compare_child.update
 
-    def spy(settings, update, model, store, adapter, batches):
+    def spy(settings, number, model, store, adapter, *others):
         starts.append({name: np.array(value) for name, value in adapter.items()})
-        return original(settings, update, model, store, adapter, batches)
+        return original(settings, number, model, store, adapter, *others)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(compare_child, "loss_and_gradients", spy)
+        patch.setattr(compare_child, "update", spy)
         for name in ("mesp", "backprop"):
             files[name] = tmp_path / f"{name}.safetensors"
             request = {"config_file": None, "flags": compare.overrides(name, tmp_path, flags(model, data)), "gradient": str(files[name])}

@@ -11,13 +11,14 @@ from models import make_model, tiny_config
 
 from mesp_mlx import reference
 from mesp_mlx.engine.generate import greedy_reply
-from mesp_mlx.model import head
+from mesp_mlx.memory.strategy import Strategy
 from mesp_mlx.model.model import build
 from mesp_mlx.model.spec import PROJECTIONS, load_spec, read_config
 from mesp_mlx.stream.safetensors import read_folder
 from mesp_mlx.stream.store import Store
 
 PROMPT = (3, 141, 59, 26, 53)
+TILES = Strategy(vocabulary_tile=64)  # the output table takes three
 FAMILIES = ("llama", "qwen2", "qwen3", "mistral")
 
 
@@ -26,17 +27,11 @@ def made(tmp_path_factory):
     return {family: make_model(tmp_path_factory.mktemp(family), tiny_config(family, tie_word_embeddings=family == "qwen2")) for family in FAMILIES}
 
 
-@pytest.fixture(autouse=True)
-def small_tiles(monkeypatch):
-    """The output table takes three tiles."""
-    monkeypatch.setattr(head, "TILE_BYTES", 1)
-
-
 def reply(folder, backend, prompt=PROMPT, stops=(), most=12, adapter=None, watch=Store) -> tuple[list[int], Store]:
     spec = load_spec(read_config(folder))
     arrays = {name: backend.arrays.asarray(value) for name, value in (adapter or {}).items()}
     with watch(read_folder(folder), spec, backend) as store:
-        return greedy_reply(build(spec, backend, SCALE), store, arrays, prompt, stops, most), store
+        return greedy_reply(build(spec, backend, SCALE, TILES), store, arrays, prompt, stops, most), store
 
 
 def mlx_lm_reply(folder, adapter, most=12) -> list[int]:

@@ -15,7 +15,7 @@ from mesp_mlx.engine.whole_graph import loss_and_gradients
 from mesp_mlx.model.plain import DecoderLayer
 from mesp_mlx.model.stages import Batch, Dropout
 from mesp_mlx.stream.safetensors import read_folder
-from mesp_mlx.stream.store import Store
+from mesp_mlx.stream.store import ALL_STAGES, Store
 
 GROUPS = [random_group(160, [13, 9, 5]), random_group(160, [21], seed=3, first_row=3)]
 BY = {"plain": {"method": "backprop"}, "checkpointed": {"method": "backprop", "grad_checkpoint": True}}
@@ -98,7 +98,7 @@ def test_one_graph_of_each_group(tiny, backend, checkpoint, monkeypatch):
     monkeypatch.setattr(backend.plain, "vjp", vjp)
     monkeypatch.setattr(DecoderLayer, "layer", lambda *arguments: layer(*arguments))
     model, store = opened(tiny("llama"), backend, "backprop")
-    sink = Gathered(backend)
+    sink = Gathered()
     put = Counter(sink.put)
     sink.put = put
     with store:
@@ -112,11 +112,11 @@ def test_one_graph_of_each_group(tiny, backend, checkpoint, monkeypatch):
 def test_resident_weights_are_read_once(tiny, backend, checkpoint):
     """However many updates, validations and groups: only the rows of the embedding that a group names are read anew."""
     seen: list[str] = []
-    model, store = opened(tiny("mistral"), backend, "backprop", store=lambda *arguments: Store(*arguments, resident=True, watch=seen.append))
+    model, store = opened(tiny("mistral"), backend, "backprop", store=lambda *arguments: Store(*arguments, resident=ALL_STAGES, watch=seen.append))
     adapter, read, losses = given(backend, random_adapter(tiny("mistral"))), [], []
     with store:
         for _ in range(3):
-            losses.append(loss_and_gradients(model, store, adapter, [Batch(group) for group in GROUPS], Gathered(backend), checkpoint))
+            losses.append(loss_and_gradients(model, store, adapter, [Batch(group) for group in GROUPS], Gathered(), checkpoint))
             read.append(store.bytes_read)
     assert set(store.loads.values()) == {1} and store.loads.keys() == {module for stage in model.forward_order() for module in stage.modules}
     assert seen == ["model.embed_tokens", "model.layers.0", "model.layers.1", "head"] * 3
@@ -158,7 +158,7 @@ def test_checkpoints_keep_less_on_mlx(deep):
     with counted_memory() as peak:
         adapter = given(ops, random_adapter(deep))
         for checkpoint in (False, True):
-            model, store = opened(deep, ops, "backprop", store=lambda *arguments: Store(*arguments, resident=True))
+            model, store = opened(deep, ops, "backprop", store=lambda *arguments: Store(*arguments, resident=ALL_STAGES))
             with store:
-                peaks.append(peak(lambda: loss_and_gradients(model, store, adapter, [Batch(group)], Gathered(ops), checkpoint)))  # noqa: B023
+                peaks.append(peak(lambda: loss_and_gradients(model, store, adapter, [Batch(group)], Gathered(), checkpoint)))  # noqa: B023
     assert peaks[0] > kept(False) and kept(True) < peaks[1] < 0.6 * peaks[0]

@@ -21,6 +21,12 @@ from mesp_mlx.model.spec import PROJECTIONS, load_spec, read_config
 
 TRAIN_FIELDS = {"iteration", "train_loss", "learning_rate", "iterations_per_second", "tokens_per_second", "trained_tokens", "peak_memory_bytes"}
 END_FIELDS = {"val_loss_before", "val_loss_after", "reply_before", "reply_after", "allocator_peak_bytes", "process_peak_bytes", "seconds"}
+END_FIELDS |= {"predicted_arrays_bytes", "predicted_peak_bytes"}
+PLAN_FIELDS = {
+    "memory", "budget_bytes", "predicted_peak_bytes", "predicted_bytes", "predicted_arrays_bytes", "base_bytes", "strategy", "peak_phase", "by_part",
+    "by_phase", "file_bytes", "read_bytes_per_update", "written_bytes_per_update", "flops_per_update", "evaluations_per_update",
+    "compute_seconds_per_update", "disk_seconds_per_update", "seconds_per_update", "speeds", "updates", "seconds",
+}  # fmt: skip
 STEADY = {"optimizer": "sgd", "lr_schedule": "constant", "warmup": 0, "grad_clip": 0}  # an update is the gradient times the learning rate
 
 
@@ -61,10 +67,11 @@ def test_the_whole_command(backend, model, data, tmp_path, run_cli):
 
     log = Done(tmp_path / "adapters", read_log(tmp_path / "log.jsonl"))
     assert [event["event"] for event in log.events] == [
-        "start", "validation", "save", "train", "validation", "save", "train", "validation", "save", "end",
+        "plan", "start", "validation", "save", "train", "validation", "save", "train", "validation", "save", "end",
     ]  # fmt: skip
     assert [event.keys() - {"event"} for event in log.of("train")] == [TRAIN_FIELDS] * 2
     assert [event.keys() - {"event"} for event in log.of("end")] == [END_FIELDS]
+    assert [event.keys() - {"event"} for event in log.of("plan")] == [PLAN_FIELDS]
     assert log.values("validation", "iteration") == [0, 5, 10] and log.values("train", "iteration") == [5, 10]
     assert all(math.isfinite(value) and value > 0 for event in log.of("train") for field, value in event.items() if field not in ("event", "iteration"))
     (end,) = log.of("end")
@@ -151,13 +158,13 @@ def test_batches_accumulate_to_the_same_adapter(go):
 
 def test_an_epoch_trains_every_row_once(go, monkeypatch):
     """Ten rows in updates of four, so the last update of an epoch is short."""
-    seen, inner = [], train.loss_and_gradients
+    seen, inner = [], train.make_update
 
-    def spy(*given):
-        seen.append([row for batch in given[-1] for row in batch.group.rows])
-        return inner(*given)
+    def spy(settings, number, model, store, adapter, batches, *others):
+        seen.append([row for batch in batches for row in batch.group.rows])
+        return inner(settings, number, model, store, adapter, batches, *others)
 
-    monkeypatch.setattr(train, "loss_and_gradients", spy)
+    monkeypatch.setattr(train, "make_update", spy)
     done = go(epochs=2)
     assert [len(rows) for rows in seen] == [4, 4, 2] * 2
     first, second = sum(seen[:3], []), sum(seen[3:], [])

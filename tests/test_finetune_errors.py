@@ -304,7 +304,7 @@ def test_ctrl_c_in_a_terminal(good_model, data, tmp_path, backend):
         process.kill()
     assert (process.returncode, complained) == (130, "")
     assert said.splitlines()[-1] == f"interrupted: the adapter as it stands is in {out / 'adapters.safetensors'}"
-    assert [event["event"] for event in read_log(log)][:2] == ["start", "train"]
+    assert [event["event"] for event in read_log(log)][:3] == ["plan", "start", "train"]
     adapter = read_adapter(out / "adapters.safetensors")
     assert any(np.abs(array).max() > 0 for name, array in adapter.items() if name.endswith("lora_b"))
     assert sorted(os.listdir(out)) == ["adapter_config.json", "adapters.safetensors"] and unfinished(tmp_path) == []
@@ -344,7 +344,7 @@ def test_an_interruption_waits_for_an_update_or_a_file_to_be_whole(good_model, d
     given += ["--lr-schedule", "constant", "--warmup", "0", "--val-batches", "0", "--save-every", "2"]
     assert command(*given, "--iters", "2", "--adapter-path", str(tmp_path / "whole")) == 0
     if where == "applying":  # the sixth tensor of the second update
-        monkeypatch.setattr(Optimizer, "apply_one", interrupt_at(28 + 6, Optimizer.apply_one))
+        monkeypatch.setattr(Optimizer, "apply", interrupt_at(28 + 6, Optimizer.apply))
     else:  # the sixth tensor of the checkpoint after it
         monkeypatch.setattr(Writer, "write", interrupt_at(6, Writer.write))
     assert command(*given, "--iters", "9", "--adapter-path", str(tmp_path / "out")) == 130

@@ -12,6 +12,8 @@ from backends import needs_mlx
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "mesp_mlx"
+PURE = ("mesp_mlx.keys", "mesp_mlx.memory.tiles")  # what both backends may import: rules in pure Python
+CHOICES = ("mesp_mlx.memory.strategy", "mesp_mlx.memory.tiles")  # what a plan says, by which model and engine go
 FILES = sorted(file.relative_to(ROOT).as_posix() for file in PACKAGE.rglob("*.py"))
 
 
@@ -58,25 +60,37 @@ def test_the_scan_sees_imports():
 def test_the_reference_is_numpy_alone(file):
     found = imports(file)
     assert tops(found) <= {"numpy", "mesp_mlx"}
-    assert all(within(module, "mesp_mlx.reference", "mesp_mlx.keys") for module in found if within(module, "mesp_mlx"))
+    assert all(within(module, "mesp_mlx.reference", *PURE) for module in found if within(module, "mesp_mlx"))
 
 
 @pytest.mark.parametrize("file", files("mesp_mlx.ops"))
 def test_ops_know_nothing_of_the_rest(file):
     found = imports(file)
     assert tops(found) <= {"mlx", "numpy", "mesp_mlx"}
-    assert all(within(module, "mesp_mlx.ops", "mesp_mlx.keys") for module in found if within(module, "mesp_mlx"))
+    assert all(within(module, "mesp_mlx.ops", *PURE) for module in found if within(module, "mesp_mlx"))
+
+
+@pytest.mark.parametrize("module", sorted({*PURE, *CHOICES}))
+def test_what_everyone_may_import_is_pure(module):
+    file = f"{module.replace('.', '/')}.py"
+    assert file in FILES and not tops(imports(file))
 
 
 LAYERS = {  # each may import those it names, and what stands below
-    "mesp_mlx.stream": ("mesp_mlx.stream", "mesp_mlx.model.spec", "mesp_mlx.errors"),
-    "mesp_mlx.model": ("mesp_mlx.model", "mesp_mlx.stream", "mesp_mlx.data.group", "mesp_mlx.reference.quantized", "mesp_mlx.child", "mesp_mlx.errors"),
-    "mesp_mlx.engine.backprop": ("mesp_mlx.engine.sink", "mesp_mlx.model", "mesp_mlx.stream"),
+    "mesp_mlx.stream": ("mesp_mlx.stream", "mesp_mlx.model.spec", "mesp_mlx.memory.strategy", "mesp_mlx.errors"),
+    "mesp_mlx.optim": ("mesp_mlx.stream",),
+    "mesp_mlx.adapter": ("mesp_mlx.stream", "mesp_mlx.model.spec", "mesp_mlx.errors"),
+    "mesp_mlx.model": (
+        *("mesp_mlx.model", "mesp_mlx.stream", "mesp_mlx.data.group", "mesp_mlx.reference.quantized", "mesp_mlx.child", "mesp_mlx.errors"),
+        *CHOICES,
+    ),
+    "mesp_mlx.engine.groups": ("mesp_mlx.model", "mesp_mlx.stream"),
+    "mesp_mlx.engine.backprop": ("mesp_mlx.engine.groups", "mesp_mlx.engine.sink", "mesp_mlx.model", "mesp_mlx.stream"),
     "mesp_mlx.engine.generate": ("mesp_mlx.engine.backprop", "mesp_mlx.model", "mesp_mlx.stream", "mesp_mlx.data.group"),
     "mesp_mlx.engine.whole_graph": ("mesp_mlx.engine.sink", "mesp_mlx.model", "mesp_mlx.stream"),
     "mesp_mlx.engine.zeroth_order": ("mesp_mlx.model", "mesp_mlx.stream", "mesp_mlx.keys"),
     "mesp_mlx.engine.methods": ("mesp_mlx.engine", "mesp_mlx.model", "mesp_mlx.stream", "mesp_mlx.config", "mesp_mlx.errors"),
-    "mesp_mlx.engine.sink": ("mesp_mlx.optim", "mesp_mlx.errors"),
+    "mesp_mlx.engine.sink": ("mesp_mlx.optim", "mesp_mlx.stream", "mesp_mlx.errors"),
 }
 
 

@@ -104,6 +104,62 @@ def test_process_counts_follow_a_block_of_100_mb():
     assert abs(end_peak - with_peak) < MB  # the kernel counts pages in batches
 
 
+SPIKE = """
+import numpy as np
+from mesp_mlx.memory import measure
+most = measure.footprints()
+start = measure.process_now_bytes()
+np.ones(100_000_000 // 8)
+print(most() - start, most() - start)
+block = np.ones(40_000_000 // 8)
+print(most() - start)
+"""
+
+
+def test_what_was_held_between_two_readings_is_not_missed():
+    result = subprocess.run([sys.executable, "-c", SPIKE], capture_output=True, text=True, check=True)
+    spike, after, below_the_mark = map(int, result.stdout.split())
+    assert spike == pytest.approx(100 * MB, abs=4 * MB) and after < 4 * MB and below_the_mark == pytest.approx(40 * MB, abs=4 * MB)
+
+
+def test_a_mark_that_is_not_kept_leaves_what_is_held_now(monkeypatch):
+    monkeypatch.setattr(measure, "process_bytes", lambda pid: (50 * MB, None))
+    assert measure.footprints()() == 50 * MB
+
+
+HOLES = """
+import numpy as np
+from mesp_mlx.memory import measure
+blocks = [np.ones(8000) for _ in range(2000)]  # 64 kB each: from the heap, which ends with the last
+last = blocks[-1]
+full = measure.process_now_bytes()
+del blocks
+freed = measure.process_now_bytes()
+measure.give_back("numpy")
+print(full, freed, measure.process_now_bytes())
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux" or not hasattr(ctypes.CDLL(None), "malloc_trim"), reason="glibc's")
+def test_what_glibc_holds_back_is_given_back():
+    result = subprocess.run([sys.executable, "-c", HOLES], capture_output=True, text=True, check=True)
+    full, freed, trimmed = map(int, result.stdout.split())
+    assert full - freed < 10 * MB < 110 * MB < full - trimmed
+
+
+def test_mlx_s_cache_is_given_back():
+    mx = pytest.importorskip("mlx.core")
+    limit = mx.set_cache_limit(50 * MB)
+    try:
+        mx.eval(array := mx.ones((10 * MB // 4,)))
+        del array
+        assert mx.get_cache_memory() > 9 * MB
+        measure.give_back("mlx")
+        assert mx.get_cache_memory() == 0
+    finally:
+        mx.set_cache_limit(limit)
+
+
 def test_posix_peak_is_in_the_same_unit():
     pytest.importorskip("resource")
     if sys.platform == "darwin":

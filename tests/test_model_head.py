@@ -11,7 +11,7 @@ from models import make_model, tiny_config
 from oracles import TOLERANCE, assert_no_worse, error
 
 from mesp_mlx import reference
-from mesp_mlx.model import head as heads
+from mesp_mlx.memory.strategy import Strategy
 from mesp_mlx.model.model import build
 from mesp_mlx.model.spec import load_spec, read_config
 from mesp_mlx.model.stages import Batch
@@ -19,7 +19,8 @@ from mesp_mlx.reference.quantized import dequantize
 from mesp_mlx.stream.safetensors import read_array, read_folder, to_float32
 from mesp_mlx.stream.store import Store
 
-VOCABULARY = 160  # two and a half tiles of 64 rows
+VOCABULARY = 160  # two and a half tiles
+TILES = Strategy(vocabulary_tile=64)
 TIED = [True, False]
 
 
@@ -27,12 +28,6 @@ TIED = [True, False]
 def made(tmp_path_factory):
     """Models with a tied and an untied head, by that."""
     return {tied: make_model(tmp_path_factory.mktemp("head"), tiny_config("llama", num_hidden_layers=1, tie_word_embeddings=tied)) for tied in TIED}
-
-
-@pytest.fixture(autouse=True)
-def small_tiles(monkeypatch):
-    """Tiles of 64 rows: a tiny model's table would be one."""
-    monkeypatch.setattr(heads, "TILE_BYTES", 1)
 
 
 def table(folder) -> np.ndarray:
@@ -48,6 +43,10 @@ def table(folder) -> np.ndarray:
 def norm(folder) -> tuple[np.ndarray, float]:
     entry = read_folder(folder)["model.norm.weight"]
     return to_float32(read_array(entry), entry.dtype).astype(np.float64), load_spec(read_config(folder)).rms_norm_eps
+
+
+def norm_bytes(folder) -> int:
+    return read_folder(folder)["model.norm.weight"].size_bytes
 
 
 def plain(folder, states, groups) -> tuple[float, list[np.ndarray]]:
@@ -78,11 +77,11 @@ def states_for(groups, width=64, seed=4, size=1.0) -> list[np.ndarray]:
 def loss_of(folder, backend, states, groups, gradient=True, dtype=None, watch: Any = Store):
     """(loss, dx of each group, the store) by the head."""
     spec = load_spec(read_config(folder))
-    head = build(spec, backend, 1.0).head
+    head = build(spec, backend, 1.0, TILES).head
     arrays = [backend.arrays.asarray(state) for state in states]
     held = [{"x": array if dtype is None else backend.arrays.astype(array, dtype)} for array in arrays]
     with watch(read_folder(folder), spec, backend) as store, store.open(head) as w:
-        losses, dstates = head.loss(w, held, [Batch(group) for group in groups], gradient)
+        losses, dstates = head.loss(w, held, [Batch(group) for group in groups], gradient=gradient)
     loss = sum(losses)
     assert len(losses) == len(groups) and type(loss) is float and all(dstate.keys() == {"x"} for dstate in dstates)
     return loss, [numbers(dstate["x"]) for dstate in dstates], store
@@ -113,7 +112,10 @@ def test_loss_and_gradient(made, backend, tied):
         assert (gradient[~group.mask] == 0).all() and (gradient[group.mask] != 0).any(axis=-1).all()
     module = "model.embed_tokens" if tied else "lm_head"
     read = sum(entry.size_bytes for name, entry in read_folder(made[tied]).items() if name.startswith((f"{module}.", "model.norm.")))
-    assert store.bytes_read == read and store.loads == {"model.norm": 1}, "each row of the table once, for all groups"
+    row = (read - norm_bytes(made[tied])) // VOCABULARY
+    targets = sum(len(np.unique(group.targets[group.mask])) for group in UNEQUAL)
+    assert store.bytes_read == read + row * targets, "each row of the table once, for all groups, and those of each group's targets"
+    assert store.loads == {"model.norm": 1}
 
 
 @needs_mlx
@@ -173,7 +175,7 @@ def test_logits_too_large_to_exponentiate(made, backend):
     folder, groups = made[True], UNEQUAL[:1]
     states, (weight, eps), rows = states_for(groups), norm(folder), table(folder)
     spec = load_spec(read_config(folder))
-    head = build(spec, backend, 1.0).head
+    head = build(spec, backend, 1.0, TILES).head
     with Store(read_folder(folder), spec, backend) as store, store.open(head) as w:
         w["model.norm"]["weight"] = backend.arrays.asarray((500 * weight).astype(np.float32))
         (loss,), (dstate,) = head.loss(w, [{"x": backend.arrays.asarray(states[0])}], [Batch(groups[0])])
@@ -247,7 +249,7 @@ def test_two_tiles_are_in_memory_at_most(made, backend):
 
 def best_of(folder, backend, state) -> int:
     spec = load_spec(read_config(folder))
-    head = build(spec, backend, 1.0).head
+    head = build(spec, backend, 1.0, TILES).head
     with Watching(read_folder(folder), spec, backend) as store, store.open(head) as w:
         token = head.likeliest(w, {"x": backend.arrays.asarray(state)})
     assert store.most == 2

@@ -16,7 +16,7 @@ from mesp_mlx.model.model import build
 from mesp_mlx.model.spec import PROJECTIONS, load_spec, read_config
 from mesp_mlx.model.stages import Batch
 from mesp_mlx.stream.safetensors import read_folder
-from mesp_mlx.stream.store import Store
+from mesp_mlx.stream.store import ALL_STAGES, Store
 
 ROWS, TOKENS = 2, 24
 
@@ -33,6 +33,27 @@ def test_of_a_real_shape(method, millions):
     assert counted.flops > 2 * counted.weights > 20 * (counted.attention + counted.adapters)
 
 
+BY_KEEP = {"nothing": 364.62, "replay": 348.03, "inputs": 338.08, "attention": 321.49, "all": 268.40}
+
+
+@pytest.mark.parametrize(("keep", "millions"), BY_KEEP.items())
+def test_what_is_kept_is_not_multiplied_again(keep, millions):
+    """SmolLM2-135M, per token and layer: q, k and v are 0.553 M weights, o 0.332 M, gate and up 1.769 M; each level saves one pass of some of them."""
+    spec = load_spec(tool("make_random_model").SHAPES["smollm2-135m"])
+    counted = work.of_update(spec, "mesp", ROWS, TOKENS, 8, keep=keep)
+    assert counted.weights / (ROWS * TOKENS) / 1e6 == pytest.approx(millions, abs=0.02)
+
+
+def test_layers_without_adapters_pass_forward_alone():
+    spec = load_spec(tool("make_random_model").SHAPES["smollm2-135m"])
+    counts = [work.of_update(spec, "mesp", ROWS, TOKENS, 8, trained=trained).weights / (ROWS * TOKENS) for trained in (10, 11, 30)]
+    layer = sum(math.prod(spec.linear_shape(projection)) for projection in PROJECTIONS)
+    parts = (PROJECTIONS[:3], PROJECTIONS[3:4], PROJECTIONS[4:6], PROJECTIONS[6:])
+    qkv, out, gate_up, down = (sum(math.prod(spec.linear_shape(projection)) for projection in part) for part in parts)
+    more = 3 * qkv + 2 * out + 2 * gate_up + down
+    assert counts[1] - counts[0] == more and counts[2] - counts[0] == 20 * more and more < 3 * layer
+
+
 @each_backend
 @pytest.mark.parametrize("method", ["forward", *config.VARIANTS])
 def test_as_called_for(tmp_path, monkeypatch, backend, method):
@@ -41,10 +62,10 @@ def test_as_called_for(tmp_path, monkeypatch, backend, method):
     spec, calls = load_spec(read_config(folder)), []
 
     def counting(inner):
-        def called(x, linear):
+        def called(x, linear, *tile, **named):
             out, width = backend.quantized.shape(linear)
             calls.append(int(np.prod(x.shape[:-1])) * out * width)
-            return inner(x, linear)
+            return inner(x, linear, *tile, **named)
 
         return called
 
@@ -57,7 +78,7 @@ def test_as_called_for(tmp_path, monkeypatch, backend, method):
         monkeypatch.setattr(backend.quantized, "apply", lambda x, linear: _custom(backend)(x, linear))
     for function in ("matmul", "matmul_transposed"):
         monkeypatch.setattr(backend.quantized, function, counting(getattr(backend.quantized, function)))
-    with Store(read_folder(folder), spec, backend, resident=variant["method"] == "backprop") as store:
+    with Store(read_folder(folder), spec, backend, resident=ALL_STAGES if variant["method"] == "backprop" else ()) as store:
         batches = [Batch(group)]
         if method == "mezo":
             zeroth_order.slopes(model, store, adapter, batches, zeroth_order.Perturbations(0, 0))
@@ -66,7 +87,7 @@ def test_as_called_for(tmp_path, monkeypatch, backend, method):
             with store.open(model.head) as w:
                 model.head.loss(w, states, batches, gradient=False)
         else:
-            methods.exact(variant["method"], variant.get("grad_checkpoint", False))(model, store, adapter, batches, Gathered(backend))
+            methods.exact(variant["method"], variant.get("grad_checkpoint", False))(model, store, adapter, batches, Gathered())
     found, expected = sum(calls), work.of_update(spec, method, ROWS, TOKENS, 4).weights
     tokens, mlp = ROWS * TOKENS, spec.num_layers * spec.intermediate_size * spec.hidden_size
     if backend.arrays.name == "numpy":

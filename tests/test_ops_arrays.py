@@ -38,3 +38,32 @@ def test_joining_casting_and_waiting_keep_values(arrays):
     arrays.evaluate({"x": [joined]}, a)
     assert arrays.to_numpy(joined).shape == (2, 6)
     np.testing.assert_array_equal(arrays.to_numpy(joined)[:, 3:], arrays.to_numpy(arrays.astype(a, arrays.float32)))
+
+
+@pytest.mark.parametrize("on_cpu", [True, False])
+def test_exponentials_are_as_exact_as_the_format(on_cpu, monkeypatch):
+    mx, ops = oracles.mlx()
+    monkeypatch.setattr(ops.quantized, "on_cpu", lambda: on_cpu)
+    a = np.concatenate([np.linspace(-87, 88, 100_001), [0.0, -1e-30, 2.0**-20, -np.log(2) / 2]]).astype(np.float32)
+    rounding = 1e-7 * (2 + np.abs(a))  # that of a * log2(e) is most of it
+    for got, want in (
+        (ops.arrays.exp(mx.array(a)), np.exp(a.astype(np.float64))),
+        (ops.arrays.sigmoid(mx.array(a)), 1 / (1 + np.exp(-a.astype(np.float64)))),
+    ):
+        assert (np.abs(np.array(got) / want - 1) <= rounding).all()
+
+
+def test_exponentials_at_the_ends():
+    mx, ops = oracles.mlx()
+    ends = mx.array([-np.inf, -1000.0, np.nan, np.inf], mx.float32)
+    small, less, nan = np.array(ops.arrays.exp(ends[:3]))
+    assert 0 <= small == less < 2e-38 and np.isnan(nan)
+    zero, none, nan, one = np.array(ops.arrays.sigmoid(ends))
+    assert 0 <= zero == none < 1e-37 and np.isnan(nan) and one == 1
+    assert ops.arrays.exp(mx.zeros(2, mx.bfloat16)).dtype == ops.arrays.sigmoid(mx.zeros(2, mx.bfloat16)).dtype == mx.bfloat16
+
+
+def test_row_sums():
+    mx, ops = oracles.mlx()
+    a = np.random.default_rng(1).random((2, 3, 1000), np.float32)
+    np.testing.assert_allclose(np.array(ops.arrays.row_sums(mx.array(a))), a.sum(axis=-1, keepdims=True, dtype=np.float64), rtol=1e-6)

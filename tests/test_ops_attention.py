@@ -116,14 +116,6 @@ def test_long_rows_take_less_memory_than_plain_autodiff(compiled):
     assert our_bytes < plain_bytes / 2, f"{our_bytes / 1e6:.0f} MB, plain autodiff {plain_bytes / 1e6:.0f} MB"
 
 
-def test_default_tiles_follow_the_byte_budget():
-    assert reference.attention.default_tile((1, 4, 50, 32), None) == 50
-    assert reference.attention.default_tile((1, 4, 100, 32), None) == 64
-    assert reference.attention.default_tile((1, 4, 2048, 32), None) == 48  # 4 * 48 * 2048 * 4 bytes = 1.6 MB
-    assert reference.attention.default_tile((8, 32, 8192, 128), None) == 16
-    assert reference.attention.default_tile((1, 4, 8192, 32), 64) == 64
-
-
 def test_bfloat16_is_no_worse_than_naive_code():
     mx, ops = oracles.mlx()
     q, k, v, do = (array.astype(mx.bfloat16) for array in oracles.to_mlx(case(1, 4, 2, 48, 16)))

@@ -3,6 +3,7 @@ from typing import Any
 import numpy as np
 import oracles
 import pytest
+from backends import each_backend
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -80,6 +81,23 @@ def test_mlx_equals_the_twin(n, kind, bias, dropped, activation, adapters, tile,
     oracles.assert_close(*results, "twin")
 
 
+@each_backend
+@pytest.mark.parametrize("need_dx", [True, False])
+@pytest.mark.parametrize("tile", [None, 96])
+def test_what_forward_keeps_spares_backward_the_products(backend, need_dx, tile, monkeypatch):
+    convert = oracles.to_float32 if backend is reference else oracles.to_mlx
+    x, linears, lora, scale, dy, dropout = convert(case(5, kind=(4, 32), bias=True, dropped=True))
+    want = backend.gated_mlp.backward(x, *linears, lora, scale, dy, dropout, "silu", tile, need_dx, {})  # an empty dict: nothing was kept
+    kept: dict[str, Any] = {}
+    y = backend.gated_mlp.forward(x, *linears, lora, scale, dropout, "silu", 64, kept)
+    oracles.assert_close(y, backend.gated_mlp.forward(x, *linears, lora, scale, dropout, "silu", tile), "twin")
+    masks = {name: (keep[0], rate) for name, (keep, rate) in dropout.items()}
+    outputs = [backend.lora_linear.forward(x[0], linears[i], lora[name], scale, masks[name]) for i, name in enumerate(("gate", "up"))]
+    oracles.assert_close(kept, dict(zip(("gate", "up"), outputs, strict=True)), "twin")
+    monkeypatch.setattr(backend.quantized, "matmul", None)  # backward must not multiply by gate and up once more
+    oracles.assert_close(backend.gated_mlp.backward(x, *linears, lora, scale, dy, dropout, "silu", tile, need_dx, kept), want, "twin")
+
+
 @pytest.mark.parametrize("hidden", [1, 33, 130])
 def test_a_width_that_no_tile_divides(hidden):
     mx, ops = oracles.mlx()
@@ -125,11 +143,6 @@ def test_long_rows_take_less_memory_than_plain_autodiff(compiled):
     got, our_bytes = gradient(lambda x, lora: ops.gated_mlp.apply(x, *linears, lora, scale, dropout, tile=128))
     oracles.assert_close(got, want, "autodiff")
     assert our_bytes < plain_bytes / 2, f"{our_bytes / 1e6:.0f} MB, plain autodiff {plain_bytes / 1e6:.0f} MB"
-
-
-def test_default_tiles_are_multiples_of_every_group_size():
-    assert [reference.gated_mlp.default_tile(256, width) for width in (64, 576, 896, 4096, 8192)] == [1664, 640, 384, 128, 128]
-    assert reference.gated_mlp.default_tile(2048, 576) == 128  # many tokens: the arrays [N, f] are the larger ones
 
 
 def test_bfloat16_is_no_worse_than_naive_code():

@@ -56,15 +56,17 @@ def test_without_an_adapter_or_dx_nothing_is_returned_for_it():
     bias=st.booleans(),
     dropped=st.booleans(),
     adapter=st.booleans(),
+    tile_bytes=st.sampled_from([None, 6000]),
 )
-def test_mlx_equals_the_twin(n, out, rank, kind, bias, dropped, adapter):
+def test_mlx_equals_the_twin(n, out, rank, kind, bias, dropped, adapter, tile_bytes):
     mx, ops = oracles.mlx()
     x, linear, pair, scale, dy, dropout = case(out, n, out, kind, bias, dropped, rank)
     args = (x, linear, pair if adapter else None, scale)
     results = []
     for module, convert in ((ops, oracles.to_mlx), (reference, oracles.to_float32)):
         arrays, dy_, dropout_ = convert((args, dy, dropout))
-        results.append((module.lora_linear.forward(*arrays, dropout_), module.lora_linear.backward(*arrays, dy_, dropout_)))
+        y = module.lora_linear.forward(*arrays, dropout_, tile_bytes=tile_bytes)
+        results.append((y, module.lora_linear.backward(*arrays, dy_, dropout_, tile_bytes=tile_bytes)))
     oracles.assert_close(*results, "twin")
 
 

@@ -51,6 +51,8 @@ END: dict[str, Any] = {
     "reply_after": "Ahoy!\nMatey.",
     "allocator_peak_bytes": 62_500_000,
     "process_peak_bytes": 140_000_000,
+    "predicted_arrays_bytes": 64_000_000,
+    "predicted_peak_bytes": 150_000_000,
     "seconds": 185.0,
 }
 
@@ -67,11 +69,11 @@ def said(stream: io.StringIO | None = None, log=None) -> str:
     stream = stream or io.StringIO()
     with Report(log, stream) as report:
         report.start(**START)
-        report.step(iteration=9, train_loss=1.0, learning_rate=1e-5, tokens_per_second=300, iterations_per_second=0.5)
-        report.train(**TRAIN, memory_bytes=88_000_000)
+        report.step(iteration=9, train_loss=1.0, learning_rate=1e-5, tokens_per_second=300, iterations_per_second=0.5, seconds_left=104.0)
+        report.train(**TRAIN, seconds_left=100.4, memory_bytes=88_000_000)
         report.validation(10, 2.125)
         report.save(10, "out/adapters.safetensors")
-        report.end(**END, prompt="What's \"up\"?", model_folder="/models/my demo", adapter_path="out")
+        report.end(**END, prompt='What\'s "up"?', model_folder="/models/my demo", adapter_path="out")
     return stream.getvalue()
 
 
@@ -158,11 +160,11 @@ def test_a_pipe_or_a_dumb_terminal_gets_plain_lines(stream, monkeypatch):
         "iteration 10: saved out/adapters.safetensors",
         "done",
         "  validation loss  3.0000 -> 1.5000 (-50.0%)",
-        "  prompt           What's \"up\"?",
+        '  prompt           What\'s "up"?',
         "  reply before     Hello.",
         "  reply after      Ahoy!",
         "                   Matey.",
-        "  peak memory      140.0 MB by the operating system, 62.5 MB by the allocator",
+        "  peak memory      140.0 MB (predicted: 150.0 MB) by the operating system, 62.5 MB (predicted: 64.0 MB) by the allocator",
         "  time             3 min 05 s",
         "use it with mlx-lm:",
         """  mlx_lm.generate --model '/models/my demo' --adapter-path out --prompt 'What'"'"'s "up"?'""",
@@ -175,7 +177,7 @@ def test_a_terminal_gets_panels_and_one_live_line_that_is_closed(monkeypatch):
     monkeypatch.setenv("TERM", "xterm")
     text = said(Terminal())
     assert "╭─ mesp-mlx finetune ─" in text and "╭─ done ─" in text
-    assert "iteration 9/60, loss 1.0000" in text  # between reports: only here
+    assert "iteration 9/60, loss 1.0000, rate 1.00e-05, 300 tokens/s, 1 min 44 s left" in text  # between reports: only here
     assert text.count("\x1b[?25l") == text.count("\x1b[?25h") == 1  # cursor hidden once, shown again
     assert text.rindex("\x1b[?25h") < text.index("╭─ done ─")
 
@@ -185,9 +187,23 @@ def test_an_error_leaves_the_terminal_as_it_was(monkeypatch):
     monkeypatch.setenv("TERM", "xterm")
     stream = Terminal()
     with pytest.raises(ZeroDivisionError), Report(None, stream) as report:
-        report.train(**TRAIN)
+        report.train(**TRAIN, seconds_left=100.0)
         raise ZeroDivisionError
     assert stream.getvalue().count("\x1b[?25h") == 1
+
+
+def test_the_disk_is_spoken_of_where_it_was_waited_for():
+    stream = io.StringIO()
+    with Report(None, stream) as report:
+        report.disk(read_bytes=5_800_000_000, read_seconds=2.0, waited_seconds=0.6, seconds=5.0)
+        report.disk(read_bytes=5_800_000_000, read_seconds=2.0, waited_seconds=0.01, seconds=5.0)
+        report.disk(read_bytes=0, read_seconds=0.0, waited_seconds=0.0, seconds=5.0)
+        report.disk(read_bytes=9_000_000, read_seconds=1.0, waited_seconds=1.0, seconds=5.0)
+        report.disk(read_bytes=43_000_000, read_seconds=0.1, waited_seconds=0.05, seconds=5.0)
+    assert stream.getvalue().splitlines() == [
+        "weights are read at 2.9 GB/s; 12% of the first update was spent waiting for them",
+        "weights are read at 0.43 GB/s; 1% of the first update was spent waiting for them",
+    ]
 
 
 def test_a_method_is_named_where_it_is_not_the_usual_one():
@@ -209,9 +225,9 @@ def test_cut_and_skipped_rows_are_one_line_each_and_a_prediction_has_its_place()
 def test_what_was_not_measured_is_said_to_be(tmp_path):
     stream = io.StringIO()
     with Report(tmp_path / "log.jsonl", stream) as report:
-        report.train(**changed(TRAIN, peak_memory_bytes=None, iterations_per_second=0.0))
+        report.train(**changed(TRAIN, peak_memory_bytes=None), seconds_left=0.0)
         report.end(**changed(dict.fromkeys(END), seconds=3.21))
-    assert "tokens/s\n" in stream.getvalue() and "left" not in stream.getvalue()
+    assert "tokens/s, 0.0 s left\n" in stream.getvalue()
     assert "validation loss  not measured" in stream.getvalue() and "reply" not in stream.getvalue()
     assert "not measured by the operating system, not counted on NumPy by the allocator" in stream.getvalue()
     assert "3.2 s" in stream.getvalue() and "mlx_lm.generate" not in stream.getvalue()

@@ -14,7 +14,7 @@ from stored import random_array, same_bits, write
 
 from mesp_mlx.errors import UserError
 from mesp_mlx.stream import safetensors
-from mesp_mlx.stream.safetensors import NUMPY_TYPES, read_array, read_folder, read_header, read_into
+from mesp_mlx.stream.safetensors import NUMPY_TYPES, read_array, read_folder, read_header, read_run
 
 
 def refusal(function, *arguments) -> str:
@@ -54,13 +54,13 @@ def test_a_read_that_stops_half_way_goes_on(tmp_path, monkeypatch):
     """Systems may give fewer bytes than were asked for."""
     array = random_array("F32", (7, 11))
     write(tmp_path / "t.safetensors", {"skip": random_array("U8", (8,)), "t": array})
-    whole, asked = safetensors._read_at, []
+    whole, asked = safetensors.read_at, []
 
-    def few(descriptor, buffer, offset):
-        asked.append(len(buffer))
-        return whole(descriptor, buffer[:100], offset)
+    def few(descriptor, buffers, offset):
+        asked.append(len(buffers[0]))
+        return whole(descriptor, [buffers[0][:100]], offset)
 
-    monkeypatch.setattr(safetensors, "_read_at", few)
+    monkeypatch.setattr(safetensors, "read_at", few)
     assert same_bits(read_array(read_header(tmp_path / "t.safetensors")[0]["t"]), array)
     assert asked == [308, 208, 108, 8]
 
@@ -182,7 +182,7 @@ def test_a_disk_that_fails_names_the_tensor(tmp_path, monkeypatch):
     def fails(*_):
         raise OSError(errno.EIO, "Input/output error")
 
-    monkeypatch.setattr(safetensors, "_read_at", fails)
+    monkeypatch.setattr(safetensors, "read_at", fails)
     assert refusal(read_array, entries["a"]) == f"reading tensor 'a' from {tmp_path / 't.safetensors'}: Input/output error."
 
 
@@ -196,7 +196,7 @@ def test_reading_leaves_no_descriptor_open(tmp_path, monkeypatch):
     refusal(read_array, entries["a"])
     assert len(opened) == 2 and closed == opened
     own = os.open(tmp_path / "t.safetensors", os.O_RDONLY)
-    refusal(read_into, entries["a"], memoryview(bytearray(24)), own)
+    refusal(read_run, [(entries["a"], memoryview(bytearray(24)))], own)
     os.fstat(own)  # a descriptor that was lent stays open
     os.close(own)
 

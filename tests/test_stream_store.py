@@ -18,7 +18,7 @@ from mesp_mlx.errors import UserError
 from mesp_mlx.reference.quantized import dequantize
 from mesp_mlx.stream import store as stores
 from mesp_mlx.stream.safetensors import NUMPY_TYPES, from_float32, read_folder
-from mesp_mlx.stream.store import Store
+from mesp_mlx.stream.store import ALL_STAGES, Store
 
 TABLES = MODULES[1:]
 
@@ -79,11 +79,11 @@ def test_any_rows(folder, rows):
 
 
 def test_neighbouring_rows_are_one_read(folder, monkeypatch):
-    reads, really = [], stores.read_into
-    monkeypatch.setattr(stores, "read_into", lambda part, *rest: reads.append((part.name, part.shape[0])) or really(part, *rest))
+    reads, really = [], stores.read_run
+    monkeypatch.setattr(stores, "read_run", lambda run, *rest: reads.append([(part.name, part.shape[0]) for part, _ in run]) or really(run, *rest))
     with Store(read_folder(folder), SPEC, reference) as store, store.open(Piece("embedding")) as w:
         w.take("half", np.array([3, 4, 5, 9, 11, 12]))
-    assert reads == [("half.weight", 3), ("half.weight", 1), ("half.weight", 2), ("half.bias", 3), ("half.bias", 1), ("half.bias", 2)]
+    assert sorted(reads) == [[(f"half.{part}", rows)] for part in ("bias", "weight") for rows in (1, 2, 3)]
 
 
 @each_backend
@@ -149,7 +149,7 @@ def test_a_file_that_is_gone(own):
 
 
 def test_closing_leaves_no_thread_and_no_descriptor(folder, monkeypatch):
-    descriptors, failed, really_open, really_read = [], [], os.open, stores.read_into
+    descriptors, failed, really_open, really_read = [], [], os.open, stores.read_run
 
     def slowly(*arguments):
         time.sleep(0.01)
@@ -159,7 +159,7 @@ def test_closing_leaves_no_thread_and_no_descriptor(folder, monkeypatch):
             failed.append(error)
             raise
 
-    monkeypatch.setattr(stores, "read_into", slowly)
+    monkeypatch.setattr(stores, "read_run", slowly)
     monkeypatch.setattr(os, "open", lambda *arguments: descriptors.append(really_open(*arguments)) or descriptors[-1])
     before, first = threading.active_count(), Piece("first", MODULES)
     store = Store(read_folder(folder), SPEC, reference)
@@ -178,12 +178,12 @@ def test_closing_leaves_no_thread_and_no_descriptor(folder, monkeypatch):
 
 @each_backend
 def test_resident_stages_are_read_once(folder, backend):
-    """And kept as they are stored, each when it is first opened, also while others are open, until the store is closed."""
+    """And kept as they are stored, also while others are open, until the store is closed."""
     first, second, rows = Piece("first", ("plain", "four")), Piece("second", ("half",)), Piece("rows")
-    with Store(read_folder(folder), SPEC, backend, resident=True) as store:
+    with Store(read_folder(folder), SPEC, backend, resident=ALL_STAGES) as store:
         store.expect([first, second])
         with store.open(first) as w:
-            assert store.loads == {"plain": 1, "four": 1} and store.bytes_read == size_bytes(folder, "plain", "four"), "nothing is read ahead"
+            assert store.loads == {"plain": 1, "four": 1, "half": 1}, "the first time they are read ahead like others"
             with store.open(second) as inner, store.open(first) as again:
                 assert again is w and numbers(inner["half"]["bias"]).shape == (ROWS,)
             held = w["four"]["weight"]
@@ -194,14 +194,14 @@ def test_resident_stages_are_read_once(folder, backend):
         with store.open(first) as w:
             assert w["four"]["weight"] is held and held.dtype == (np.uint32 if backend is reference else mx.uint32)
         assert store.loads == {"plain": 1, "four": 1, "half": 1} and store.bytes_read == size_bytes(folder, "plain", "four", "half")
-        with store.open(rows) as w:  # a table that is read by rows isn't kept
+        with store.open(rows) as w:  # a table of which only rows are taken isn't kept
             for _ in range(2):
                 assert_same(w.take("brain", np.array([1])), folder, "brain", slice(1, 2))
         assert store.bytes_read == size_bytes(folder, "plain", "four", "half") + 2 * size_bytes(folder, "brain") // ROWS
 
 
 def test_a_resident_store_that_is_closed_holds_nothing(folder):
-    store, stage = Store(read_folder(folder), SPEC, reference, resident=True), Piece("s", ("plain",))
+    store, stage = Store(read_folder(folder), SPEC, reference, resident=ALL_STAGES), Piece("s", ("plain",))
     with store.open(stage) as w:
         held = weakref.ref(w["plain"]["weight"])
     del w
@@ -211,7 +211,7 @@ def test_a_resident_store_that_is_closed_holds_nothing(folder):
     assert held() is None
 
 
-@pytest.mark.parametrize("resident", [False, True])
+@pytest.mark.parametrize("resident", [(), ALL_STAGES], ids=["streamed", "resident"])
 def test_whoever_watches_hears_of_every_stage_before_it_opens(folder, resident):
     """Also of those whose weights are there, or were read ahead; the name comes before the weights."""
     heard = []
@@ -222,9 +222,8 @@ def test_whoever_watches_hears_of_every_stage_before_it_opens(folder, resident):
         for stage in (a, b, a):
             with store.open(stage):
                 heard.append(f"in {stage.name}")
-    one, two = {"plain": 1}, {"plain": 1, "half": 1}
-    ahead = [("a", {}), "in a", ("b", two), "in b", ("a", {"plain": 2, "half": 1}), "in a"]
-    assert heard == ([("a", {}), "in a", ("b", one), "in b", ("a", two), "in a"] if resident else ahead)
+    two = {"plain": 1, "half": 1}
+    assert heard == [("a", {}), "in a", ("b", two), "in b", ("a", two if resident else {"plain": 2, "half": 1}), "in a"]
 
 
 def test_every_stored_type_has_its_buffers():

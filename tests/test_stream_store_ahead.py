@@ -92,14 +92,14 @@ def test_an_error_inside_the_block_closes_the_stage(folder):
 
 def test_reading_overlaps_the_stage_before(folder, monkeypatch):
     """B is on its way while A is open, and not before."""
-    read, really = threading.Event(), stores.read_into
+    read, really = threading.Event(), stores.read_run
 
-    def reading(part, *rest):
-        really(part, *rest)
-        if part.name.startswith("half"):
+    def reading(run, *rest):
+        really(run, *rest)
+        if run[0][0].name.startswith("half"):
             read.set()
 
-    monkeypatch.setattr(stores, "read_into", reading)
+    monkeypatch.setattr(stores, "read_run", reading)
     with Store(read_folder(folder), SPEC, reference) as store:
         store.expect([A, B])
         assert not read.wait(0.05)
@@ -110,13 +110,13 @@ def test_reading_overlaps_the_stage_before(folder, monkeypatch):
 @each_backend
 def test_a_stage_waits_for_a_slow_disk(folder, backend, monkeypatch):
     """Arrays are never handed out before the last of their bytes is there."""
-    really = stores.read_into
+    really = stores.read_run
 
     def slowly(*arguments):
         time.sleep(0.01)
         really(*arguments)
 
-    monkeypatch.setattr(stores, "read_into", slowly)
+    monkeypatch.setattr(stores, "read_run", slowly)
     with RecordingStore(read_folder(folder), SPEC, backend) as store:
         store.expect([A, C, B])
         for stage in (A, C, B):
@@ -286,7 +286,7 @@ def test_at_most_three_stages_are_in_memory(tmp_path, backend):
         gc.disable()
         try:
             with Counting(read_folder(folder), spec, backend) as store:
-                loss_and_gradients(model, store, adapter, [Batch(random_group(160, [9, 5]))], Gathered(backend))
+                loss_and_gradients(model, store, adapter, [Batch(random_group(160, [9, 5]))], Gathered())
                 assert store.alive == []
                 assert len(store.most) == 3 and store.most[0].endswith("self_attn") and store.most[1].endswith("mlp")
         finally:

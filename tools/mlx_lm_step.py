@@ -25,12 +25,13 @@ import json
 import statistics
 import sys
 import tempfile
+import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from bench_step import positive
+from step_plan import positive
 
 from mesp_mlx.errors import UserError
 
@@ -111,7 +112,7 @@ def multiply_our_way(model: Any) -> None:
 def train(
     model: Any, optimizer: Any, batches: Iterable[Batch], iterations: int, file: Path, *, compiled: bool, checkpoint: bool, accumulation: int = 1
 ) -> list[dict[str, float]]:
-    """Train by mlx_lm.tuner.trainer.train, whose final adapter goes to `file`; {"loss", "seconds"} of each update of `accumulation` batches.
+    """Train by mlx_lm.tuner.trainer.train, whose final adapter goes to `file`; {"loss", "seconds", "cpu_seconds"} of each update of `accumulation` batches.
 
     Each loss is the mean over its batches of their summed loss over their divisor. What the trainer prints goes to standard error.
     """
@@ -125,10 +126,13 @@ def train(
         return each.astype(mx.float32).sum() / divisor, mask.sum()
 
     updates: list[dict[str, float]] = []
+    processor = [time.process_time()]
 
     class Record(TrainingCallback):
         def on_train_loss_report(self, train_info: dict) -> None:
-            updates.append({"loss": train_info["train_loss"], "seconds": accumulation / train_info["iterations_per_second"]})
+            processor.append(time.process_time())
+            seconds = {"seconds": accumulation / train_info["iterations_per_second"], "cpu_seconds": processor[-1] - processor[-2]}
+            updates.append({"loss": train_info["train_loss"], **seconds})
 
     arguments = trainer.TrainingArgs(
         iters=iterations,
@@ -181,6 +185,7 @@ def measure_step(arguments: argparse.Namespace) -> dict[str, Any]:
     return {
         "loss": updates[0]["loss"],
         "step_seconds": statistics.median(update["seconds"] for update in updates),
+        "cpu_seconds": statistics.median(update["cpu_seconds"] for update in updates),
         "allocator_peak_bytes": measure.allocator_peak_bytes("mlx"),
         "process_peak_bytes": measure.process_peak_bytes(),
         "iters": arguments.iters,

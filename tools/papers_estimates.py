@@ -53,24 +53,26 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         UserError: the model or the data can't be used.
     """
     from mesp_mlx import backend as backends
-    from mesp_mlx import finetune, sources
+    from mesp_mlx import finetune, planning, sources
     from mesp_mlx.data import batches
     from mesp_mlx.engine import methods, zeroth_order
+    from mesp_mlx.memory.strategy import Strategy
     from mesp_mlx.model.stages import Batch
 
     started = time.perf_counter()
     flags = {"model": arguments.model, "data": arguments.data, "backend": "numpy", "batch_size": arguments.rows, "max_seq_length": arguments.tokens}
     flags |= {"num_layers": arguments.layers, "seed": arguments.seed, "grad_clip": 0.0, "adapter_path": tempfile.gettempdir(), "reply_tokens": 0}
     settings, backend = sources.load(None, flags), backends.choose("numpy")
-    prepared = finetune.prepare(settings, finetune.data_files(settings), backend)
-    rows, adapter = prepared.rows, with_random_b(prepared.adapter, arguments.seed)
-    drawn = batches.updates(rows.train_set, rows.train, rows.limit, rows.widths, rows_per_update=arguments.rows, seed=arguments.seed, stop=1)
-    held = [Batch(group) for groups in drawn for group in groups]
-    perturbations = zeroth_order.Perturbations(arguments.seed, 0, arguments.counts[-1], arguments.epsilon)
-    with prepared.store() as store:
-        _, gradients = methods.loss_and_gradients(settings, 0, prepared.model, store, adapter, held)
-        truth = dict(gradients)
-        loss, slopes = zeroth_order.slopes(prepared.model, store, adapter, held, perturbations)
+    found = finetune.find(settings, finetune.data_files(settings), backend)
+    truth: dict[str, Any] = {}
+    with finetune.prepare(found, planning.plan_of(found, Strategy())) as prepared, prepared.store() as store:
+        rows, model, adapter = prepared.rows, prepared.model, with_random_b(prepared.adapter, arguments.seed)
+        drawn = batches.updates(rows.train_set, rows.train, rows.limit, rows.widths, rows_per_update=arguments.rows, seed=arguments.seed, stop=1)
+        held = [Batch(group) for groups in drawn for group in groups]
+        perturbations = zeroth_order.Perturbations(arguments.seed, 0, arguments.counts[-1], arguments.epsilon)
+        _, finish = methods.update(settings, 0, model, store, adapter, held, truth.__setitem__)
+        finish()
+        loss, slopes = zeroth_order.slopes(model, store, adapter, held, perturbations)
     supervised = sum(int(batch.group.mask.sum()) for batch in held)
     directions = ({name: perturbations.direction(backend, i, name, t.shape) for name, t in truth.items()} for i in range(len(slopes)))
     compared = compare(truth, directions, slopes, arguments.counts)

@@ -46,11 +46,11 @@ class Rows:
         """Tokens of the training rows."""
         return int(self.train_set.lengths(self.limit)[self.train].sum())
 
-    def validation_groups(self, rows: int, rows_at_once: int) -> list[list[Group]]:
+    def validation_groups(self, rows: int, rows_at_once: int, group_tokens: int) -> list[list[Group]]:
         """The first so many validation rows, in batches that take no more memory than an update."""
         chosen = self.valid[:rows]
         starts = range(0, len(chosen), rows_at_once)
-        return [batches.groups(self.valid_set, chosen[start : start + rows_at_once], self.limit, self.widths) for start in starts]
+        return [batches.groups(self.valid_set, chosen[start : start + rows_at_once], self.limit, self.widths, group_tokens) for start in starts]
 
 
 def read_rows(settings: Settings, files: Mapping[str, Path | None], model_folder: Path, spec: ModelSpec, cache: Path) -> Rows:

@@ -16,7 +16,9 @@ import numpy as np
 
 from mesp_mlx import keys
 from mesp_mlx.model.model import Model
-from mesp_mlx.model.stages import Batch, State
+from mesp_mlx.model.stages import Batch, State, opened
+from mesp_mlx.stream.run_file import fetch, take
+from mesp_mlx.stream.shelves import IN_MEMORY, Shelves
 from mesp_mlx.stream.store import Store
 
 
@@ -35,10 +37,12 @@ class Perturbations:
         return backend.random.normal(backend.arrays.asarray(np.array(key, np.uint32)), shape)
 
 
-def slopes(model: Model, store: Store, adapter: State, batches: Sequence[Batch], perturbations: Perturbations) -> tuple[float, list[float]]:
+def slopes(
+    model: Model, store: Store, adapter: State, batches: Sequence[Batch], perturbations: Perturbations, shelves: Shelves = IN_MEMORY
+) -> tuple[float, list[float]]:
     """The loss summed over the update's supervised tokens, as the mean over all passes, and the slope g of its mean along each direction."""
     tokens = sum(int(batch.group.mask.sum()) for batch in batches)
-    pairs = [_both_sides(model, store, adapter, batches, perturbations, index) for index in range(perturbations.count)]
+    pairs = [_both_sides(model, store, adapter, batches, perturbations, index, shelves) for index in range(perturbations.count)]
     total = sum(plus + minus for plus, minus in pairs) / (2 * len(pairs))
     return total, [(plus - minus) / (2 * perturbations.epsilon * tokens) for plus, minus in pairs]
 
@@ -46,35 +50,35 @@ def slopes(model: Model, store: Store, adapter: State, batches: Sequence[Batch],
 def estimate(backend: Any, adapter: State, perturbations: Perturbations, slopes: Sequence[float]) -> Iterator[tuple[str, Any]]:
     """The estimated gradient, tensor by tensor: the mean over directions of slope times z."""
     for name, parameter in adapter.items():
-        total = None
+        shape, total = fetch(parameter).shape, None
         for index, slope in enumerate(slopes):
-            part = perturbations.direction(backend, index, name, parameter.shape) * (slope / len(slopes))
+            part = perturbations.direction(backend, index, name, shape) * (slope / len(slopes))
             total = part if total is None else total + part
             backend.arrays.evaluate(total)
         yield name, total
 
 
 def _both_sides(
-    model: Model, store: Store, adapter: State, batches: Sequence[Batch], perturbations: Perturbations, index: int
+    model: Model, store: Store, adapter: State, batches: Sequence[Batch], perturbations: Perturbations, index: int, shelves: Shelves
 ) -> tuple[float, float]:
     """The summed losses on either side of the adapter, by one pass that carries both through each stage while it is open."""
     backend, step = model.embedding.ops, perturbations.epsilon
     store.expect(model.forward_order())
     with store.open(model.embedding) as w:
-        start = [model.evaluate(model.embedding.forward(w, batch)) for batch in batches]
+        start = [shelves.states.put(model.evaluate(model.embedding.forward(w, batch))) for batch in batches]
     sides = [start, list(start)]
     del start
     for segment in model.segments:
         for stage in segment:
-            names = [f"{module}.lora_{half}" for module in stage.adaptable for half in "ab" if f"{module}.lora_a" in adapter]
+            own = opened(adapter, stage)
             with store.open(stage) as w:
-                moved = {name: model.evaluate(adapter[name] + step * perturbations.direction(backend, index, name, adapter[name].shape)) for name in names}
+                moved = {name: model.evaluate(theta + step * perturbations.direction(backend, index, name, theta.shape)) for name, theta in own.items()}
                 for side in range(2):
                     if side:  # without drawing z again
-                        moved = {name: model.evaluate(2 * adapter[name] - moved[name]) for name in names}
+                        moved = {name: model.evaluate(2 * own[name] - moved[name]) for name in own}
                     for i, batch in enumerate(batches):
-                        sides[side][i] = model.evaluate(stage.forward(w, moved, sides[side][i], batch)[0])
+                        sides[side][i] = shelves.states.put(model.evaluate(stage.forward(w, moved, take(sides[side], i), batch)[0]))
     states = sides.pop(0) + sides.pop(0)  # the only list that holds them, so that the head can let them go
     with store.open(model.head) as w:
-        losses, _ = model.head.loss(w, states, [*batches, *batches], gradient=False)
+        losses, _ = model.head.loss(w, states, [*batches, *batches], shelves.states, gradient=False)
     return sum(losses[: len(batches)]), sum(losses[len(batches) :])

@@ -147,6 +147,11 @@ def find(name: str) -> Device:
 
 def verdict(device: Device, used_bytes: int) -> str:
     """Whether it "fits", is "tight" (over four fifths of the limit) or "does not fit"."""
-    if used_bytes > device.limit_bytes:
+    return judged(device.limit_bytes, used_bytes)
+
+
+def judged(limit_bytes: int, used_bytes: int) -> str:
+    """The same for any limit."""
+    if used_bytes > limit_bytes:
         return "does not fit"
-    return "tight" if used_bytes > TIGHT * device.limit_bytes else "fits"
+    return "tight" if used_bytes > TIGHT * limit_bytes else "fits"

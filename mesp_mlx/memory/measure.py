@@ -7,13 +7,13 @@ import ctypes
 import os
 import struct
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
 
 _RUSAGE_INFO_V4 = 4
 CACHE_BYTES = 4_000_000  # freed buffers that MLX may keep for reuse: the operating system counts them, the allocator's peak does not
-_M_MMAP_THRESHOLD = -3  # of glibc's malloc.h
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
 
 
 def allocator_peak_bytes(backend_name: str) -> int | None:
@@ -26,18 +26,18 @@ def allocator_peak_bytes(backend_name: str) -> int | None:
 
 
 @contextmanager
-def small_cache(backend_name: str) -> Iterator[None]:
-    """While entered, MLX keeps few freed buffers, glibc none, and the allocator's peak is counted anew; MLX's limits are restored after.
+def small_cache(backend_name: str, cache_bytes: int = CACHE_BYTES) -> Iterator[None]:
+    """While entered, few freed buffers are kept, and MLX's peak is counted anew; MLX's limits are restored after, glibc's are not.
 
     The wired limit is never touched: macOS kernel panics under buffer churn have been tied to it (https://github.com/ml-explore/mlx/issues/3186).
     """
+    settle_glibc(backend_name)
     if backend_name != "mlx":
         yield
         return
     import mlx.core as mx
 
-    return_freed_memory()
-    memory_before, cache_before = mx.get_memory_limit(), mx.set_cache_limit(CACHE_BYTES)
+    memory_before, cache_before = mx.get_memory_limit(), mx.set_cache_limit(cache_bytes)
     mx.reset_peak_memory()
     try:
         yield
@@ -46,15 +46,44 @@ def small_cache(backend_name: str) -> Iterator[None]:
         mx.set_cache_limit(cache_before)
 
 
-def return_freed_memory() -> None:
-    """Have glibc give large freed buffers back to the system at once; elsewhere nothing is needed.
+def settle_glibc(backend_name: str) -> None:
+    """Fix the sizes from which glibc gives freed buffers back to the system; elsewhere nothing is needed.
 
-    Its threshold for doing so otherwise grows with the buffers freed, up to 32 MB, and what it keeps counts as resident: a third more than
-    MLX's arrays and cache together, measured on the CPU device. MLX has a cache of its own for buffers that come again; NumPy, which has none,
-    is better left alone.
+    By itself it raises them with the buffers freed, up to 32 MB, and what it keeps counts as resident. MLX has a cache of its own for buffers that come
+    again: all above 128 kB are given back at once, or a third more would be resident than arrays and cache together. NumPy has none: up to 4 MB are
+    kept, at most 16 MB of them, or every temporary array would be mapped, and its pages cleared, anew.
     """
     if sys.platform == "linux" and hasattr(libc := ctypes.CDLL(None), "mallopt"):
-        libc.mallopt(_M_MMAP_THRESHOLD, 128 * 1024)
+        if backend_name == "mlx":
+            libc.mallopt(_M_MMAP_THRESHOLD, 128 * 1024)
+        else:
+            libc.mallopt(_M_MMAP_THRESHOLD, 4 << 20)
+            libc.mallopt(_M_TRIM_THRESHOLD, 16 << 20)
+
+
+def give_back(backend_name: str) -> None:
+    """Return to the system what MLX keeps in its cache, and what glibc keeps of freed arrays: for when memory runs short."""
+    if backend_name == "mlx":
+        import mlx.core as mx
+
+        mx.clear_cache()
+    if sys.platform == "linux" and hasattr(libc := ctypes.CDLL(None), "malloc_trim"):
+        libc.malloc_trim(0)
+
+
+def footprints() -> Callable[[], int]:
+    """A function that gives the most this process took since it was last asked: by the kernel's mark where that has risen, else what it takes now."""
+    before = process_peak_bytes()
+
+    def most() -> int:
+        nonlocal before
+        counted = process_bytes(os.getpid())
+        if counted is None or counted[1] is None:
+            return process_now_bytes()
+        last, before = before, counted[1]
+        return before if before > last else counted[0]
+
+    return most
 
 
 def process_peak_bytes() -> int:

@@ -146,9 +146,17 @@ def convert(path: Path, folder: Path, quantize_floats: bool = True) -> None:
     """
     file = read_header(path)
     config = config_of(file)
-    tokenizer_files = gguf_tokenizer.files(file.metadata, str(path))
+    write_tokenizer(file, folder)  # first: it is quickly refused
     write_model(folder, config, parts(file, config, quantize_floats))
-    for name, content in tokenizer_files.items():
+
+
+def write_tokenizer(file: File, folder: Path) -> None:
+    """Write the tokenizer of a GGUF file into folder, as transformers reads it.
+
+    Raises:
+        UserError: a tokenizer that is not served.
+    """
+    for name, content in gguf_tokenizer.files(file.metadata, str(file.path)).items():
         (folder / name).write_text(json.dumps(content, ensure_ascii=False, indent=None if name == "tokenizer.json" else 2), encoding="utf-8")
 
 

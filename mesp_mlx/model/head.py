@@ -6,22 +6,25 @@ from typing import Any
 
 import numpy as np
 
+from mesp_mlx.memory import tiles
+from mesp_mlx.memory.strategy import Strategy
 from mesp_mlx.model.spec import ModelSpec
 from mesp_mlx.model.stages import Batch, State
-
-TILE_BYTES = 2_000_000  # of a tile's dequantised rows, and of a group's logits over a tile
+from mesp_mlx.stream.run_file import fetch, take
+from mesp_mlx.stream.shelves import IN_MEMORY, Shelf
 
 
 @dataclass(frozen=True)
 class Head:
     """Loss over the vocabulary at supervised positions, or the likeliest next token.
 
-    The table is the embedding's when the model ties them. Each of its rows is read, and multiplied, once.
+    The table is the embedding's when the model ties them. Each of its rows is read, and multiplied by each group, once.
     """
 
     spec: ModelSpec
     ops: Any
     evaluate: Callable[[Any], Any]
+    strategy: Strategy = Strategy()
     name: str = "head"
     modules: tuple[str, ...] = ("model.norm",)
 
@@ -29,35 +32,53 @@ class Head:
     def table(self) -> str:
         return "model.embed_tokens" if self.spec.tied else "lm_head"
 
-    def loss(self, w: Any, states: list[State], batches: Sequence[Batch], gradient: bool = True) -> tuple[list[float], list[State]]:
+    def loss(
+        self, w: Any, states: list[Any], batches: Sequence[Batch], shelf: Shelf = IN_MEMORY.states, gradient: bool = True
+    ) -> tuple[list[float], list[Any]]:
         """Each group's loss, summed over its supervised tokens, and its gradient with respect to each state (none asked for: no list).
 
-        Takes the states out of their list, and keeps of each what is supervised. Evaluates tile by tile: a tile's buffer is free before the next but
-        one is read.
+        Takes the states off their list, and keeps of each what is supervised. Groups whose arrays are in the run's file pass one by one over a larger
+        piece of the table. Evaluates tile by tile: a tile's buffer is free before the next but one is read.
         """
-        ops, arrays = self.ops, self.ops.arrays
+        arrays, sweep = self.ops.arrays, self.ops.cross_entropy
         picked = [np.flatnonzero(batch.group.mask.reshape(-1)) for batch in batches]
-        targets = [arrays.asarray(batch.group.targets.reshape(-1)[rows]) for batch, rows in zip(batches, picked, strict=True)]
-        index = [arrays.asarray(rows) for rows in picked]
-        shapes = [state["x"].shape for state in states]
-        inputs = [self.evaluate(arrays.take_rows(_flat(states.pop(0)["x"]), rows)) for rows in index]
-        normed = [self.evaluate(self._normed(w, inputs[i] if gradient else inputs.pop(0))) for i in range(len(inputs))]
-        sweeps = [ops.cross_entropy.start(h, gradient) for h in normed]
-        for first, tile in w.tiles(self.table, self._tile_rows(max(len(rows) for rows in picked))):
-            tile = self.evaluate(ops.quantized.unpacked(tile, normed[0].dtype))
-            for i, h in enumerate(normed):
-                sweeps[i] = ops.cross_entropy.add(sweeps[i], h, targets[i], first, tile)
-                self.evaluate(sweeps[i])
-            del tile
+        shapes = [(*batch.group.ids.shape, self.spec.hidden_size) for batch in batches]
+        inputs: list[Any] = []
+
+        def normed(x: Any) -> Any:
+            return self._normed(w, x) if gradient else x
+
+        for i, rows in enumerate(picked):
+            x = take(states, i)["x"]
+            x = self.evaluate(arrays.take_rows(x.reshape(-1, x.shape[-1]), arrays.asarray(rows)))
+            inputs.append(shelf.put(x if gradient else self.evaluate(self._normed(w, x))))  # what only the norm's gradient asks for is let go
+            del x
+        sweeps = [shelf.put(self.evaluate(sweep.start(fetch(x), gradient))) for x in inputs]
+        in_file = self.strategy.states == "file"
+        rows_at_once = self._tile_rows(max(len(rows) for rows in picked))
+        for _, packed in w.tiles(self.table, self._packed_rows(rows_at_once) if in_file else rows_at_once):
+            for block in [[i] for i in range(len(picked))] if in_file else [range(len(picked))]:
+                hidden = [self.evaluate(normed(fetch(inputs[i]))) for i in block]
+                swept = [take(sweeps, i) for i in block]
+                for first in range(0, packed["weight"].shape[0], rows_at_once):
+                    tile = self.ops.quantized.rows(packed, first, first + rows_at_once)
+                    tile = self.evaluate(self.ops.quantized.unpacked(tile, hidden[0].dtype))
+                    for k, h in enumerate(hidden):
+                        swept[k] = self.evaluate(sweep.add(swept[k], h, tile))
+                    del tile
+                for i in block:
+                    sweeps[i] = shelf.put(swept.pop(0))
+            del packed
         losses, dstates = [], []
-        for rows, (batch, tokens, width) in zip(index, shapes, strict=True):
-            del normed[0]
-            loss, dh = ops.cross_entropy.finish(sweeps.pop(0))
+        for i, (batch, rows, shape) in enumerate(zip(batches, picked, shapes, strict=True)):
+            x = take(inputs, i)
+            loss, dh = sweep.finish(take(sweeps, i), normed(x), self._targets(w, batch, rows))
             losses.append(float(loss))
             if gradient:
-                x = inputs.pop(0)
-                dx = ops.rms_norm.backward(x, w["model.norm"]["weight"], self.spec.rms_norm_eps, dh)
-                dstates.append(self.evaluate({"x": arrays.scatter_rows(dx, rows, batch * tokens).reshape(batch, tokens, width)}))
+                dx = self.ops.rms_norm.backward(x, w["model.norm"]["weight"], self.spec.rms_norm_eps, dh)
+                dx = arrays.scatter_rows(dx, arrays.asarray(rows), shape[0] * shape[1]).reshape(shape)
+                del x, dh
+                dstates.append(shelf.put(self.evaluate({"x": dx})))
         return losses, dstates
 
     def likeliest(self, w: Any, state: State) -> int:
@@ -74,10 +95,16 @@ class Head:
     def _normed(self, w: Any, x: Any) -> Any:
         return self.ops.rms_norm.forward(x, w["model.norm"]["weight"], self.spec.rms_norm_eps)
 
+    def _targets(self, w: Any, batch: Batch, rows: np.ndarray) -> dict[str, Any]:
+        """The table's rows of the targets at supervised positions, as a linear."""
+        if not len(rows):
+            return {}  # and the sweep, which has no position, looks at none
+        targets, place = np.unique(batch.group.targets.reshape(-1)[rows], return_inverse=True)
+        found = w.take(self.table, targets)
+        return self.ops.quantized.take(found, self.ops.arrays.asarray(place.reshape(-1)))
+
     def _tile_rows(self, positions: int) -> int:
-        rows = TILE_BYTES // (4 * max(positions, self.spec.hidden_size))
-        return max(rows // 64 * 64, 64)
+        return self.strategy.vocabulary_tile or tiles.vocabulary_tile(positions, self.spec.hidden_size)
 
-
-def _flat(x: Any) -> Any:
-    return x.reshape(-1, x.shape[-1])
+    def _packed_rows(self, rows: int) -> int:
+        return tiles.packed_rows(rows, self.spec.hidden_size)

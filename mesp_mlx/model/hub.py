@@ -7,10 +7,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from mesp_mlx.errors import UserError
-from mesp_mlx.model.convert import COPIED_FILES, nearest_folder, quantized, require_space, weight_bytes
+from mesp_mlx.model.convert import COPIED_FILES, Part, nearest_folder, quantized, require_space, weight_bytes
 from mesp_mlx.model.spec import ModelSpec, load_spec, read_config
 from mesp_mlx.stream.safetensors import Entry
 
@@ -90,10 +90,30 @@ def download(model: str, listing: Listing | None, cache_folder: Path, quantize: 
     return Path(_ask(model, lambda: snapshot_download(model, revision=listing.commit, allow_patterns=list(needed))))
 
 
+def without_weights(model: str, tokenizer: bool) -> Path:
+    """The folder of the Hub's own cache with a model's config.json and, if wanted, its tokenizer: nothing else is fetched.
+
+    Raises:
+        UserError: not found, gated, or out of reach.
+    """
+    from huggingface_hub import hf_hub_download, snapshot_download
+
+    if not tokenizer:
+        return Path(_ask(model, lambda: hf_hub_download(model, "config.json"))).parent
+    found = look_up(model)
+    names = [name for name in found.needed() if ".safetensors" not in name] if found else None
+    known: dict[str, Any] = {"revision": found.commit, "allow_patterns": names} if found else {"local_files_only": True}
+    return Path(_ask(model, lambda: snapshot_download(model, **known)))
+
+
+def converted_parts(spec: ModelSpec) -> list[Part]:
+    """What an unquantised model's tensors become."""
+    return [quantized(name, Entry(name, Path(), spec.dtype, shape, 0, 0)) for name, shape in spec.tensors().items()]
+
+
 def converted_bytes(spec: ModelSpec) -> int:
     """What model.safetensors takes once the model is quantised."""
-    nowhere = Path()
-    return weight_bytes([quantized(name, Entry(name, nowhere, spec.dtype, shape, 0, 0)) for name, shape in spec.tensors().items()])
+    return weight_bytes(converted_parts(spec))
 
 
 def _require_space(model: str, hub_cache: Path, download_bytes: int, cache_folder: Path, copy_bytes: int) -> None:

@@ -9,7 +9,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from mesp_mlx.model.spec import ModelSpec
-from mesp_mlx.model.stages import AttentionStage, Batch, Gradients, MLPStage, State, merge_heads, split_heads
+from mesp_mlx.model.stages import AttentionStage, Batch, Gradients, MLPStage, State, merge_heads, opened, split_heads
+from mesp_mlx.stream.run_file import take
+from mesp_mlx.stream.shelves import IN_MEMORY, Shelf
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,14 +43,9 @@ class DecoderLayer:
     def backward(self, w: Any, adapter: State, state: State, kept: State | None, dstate: State, batch: Batch, need_dx: bool) -> tuple[State, Gradients]:
         """Gradients of the state and of the adapters, by autodiff: the layer is run forward, all it makes is kept, and then it is walked back."""
         x = state["x"]
-        primals = self.adapters(adapter) | ({"x": x} if need_dx else {})
+        primals = opened(adapter, self) | ({"x": x} if need_dx else {})
         _, gradients = self.attention.lora.ops.plain.vjp(lambda given: self.layer(w, given, given.get("x", x), batch), primals, dstate["x"])
         return ({"x": gradients.pop("x")} if need_dx else {}), gradients
-
-    def adapters(self, adapter: State) -> State:
-        """The layer's own tensors of an adapter."""
-        names = (f"{module}.lora_{half}" for module in self.adaptable for half in "ab")
-        return {name: adapter[name] for name in names if name in adapter}
 
     def layer(self, w: Any, adapter: State, x: Any, batch: Batch) -> Any:
         """x [B, T, D] -> y [B, T, D] in plain operations."""
@@ -91,14 +88,16 @@ class WholeHead:
     def modules(self) -> tuple[str, ...]:
         return ("model.norm", self.table)
 
-    def loss(self, w: Any, states: list[State], batches: Sequence[Batch], gradient: bool = True) -> tuple[list[float], list[State]]:
+    def loss(
+        self, w: Any, states: list[Any], batches: Sequence[Batch], shelf: Shelf = IN_MEMORY.states, gradient: bool = True
+    ) -> tuple[list[float], list[Any]]:
         """As `Head.loss`."""
         losses, dstates = [], []
-        for batch in batches:
-            state = states.pop(0)
+        for i, batch in enumerate(batches):
+            state = take(states, i)
             if gradient:
                 loss, dstate = self.evaluate(self.ops.plain.vjp(lambda given, batch=batch: self.loss_of(w, given["x"], batch), state))
-                dstates.append(dstate)
+                dstates.append(shelf.put(dstate))
             else:
                 loss = self.evaluate(self.loss_of(w, state["x"], batch))
             losses.append(float(loss))

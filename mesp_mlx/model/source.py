@@ -3,17 +3,20 @@
 import hashlib
 import re
 import sys
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from mesp_mlx import child
 from mesp_mlx.errors import UserError
-from mesp_mlx.model import cache, convert, demo, gguf, hub
-from mesp_mlx.model.spec import load_spec, read_config
+from mesp_mlx.model import cache, convert, demo, gguf, hub, shapes
+from mesp_mlx.model.spec import ModelSpec, load_spec, read_config
 
 FORMAT = 1  # raised when folders of the cache would come out differently, so that old ones are not used
+HUB_ID = r"\w[\w.-]*/\w[\w.-]*"
 Note = Callable[[str], None]
 
 
@@ -45,7 +48,7 @@ def resolve(model: str, cache_folder: Path, quantize: str = "4", note: Note = pr
         return _folder(path, path.name, _place(cache_folder, path.name, str(path), _folder_state(path), quantize), quantize, note)
     if path.is_file():
         return _gguf(path.resolve(), cache_folder, quantize, note)
-    if re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", model):
+    if re.fullmatch(HUB_ID, model):
         return _hub(model, cache_folder, quantize, note)
     raise UserError(f"--model {model}: no such folder or file. Expected a model folder, a .gguf file, a Hub id such as org/name, or demo.")
 
@@ -59,6 +62,65 @@ def resolve_apart(model: str, cache_folder: Path, quantize: str = "4") -> ModelF
     request = {"model": model, "cache_folder": str(cache_folder), "quantize": quantize}
     found = child.ask("mesp_mlx.model.source", request, f"preparing the model {model}", quiet=False)
     return ModelFolder(Path(found["folder"]), found["name"], found["converted"])
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What is known of a model without its weights: its spec, quantised as they would be, and a folder with its tokenizer, where there is one."""
+
+    name: str
+    spec: ModelSpec
+    folder: Path | None
+
+
+@contextmanager
+def shape(model: str, cache_folder: Path, quantize: str = "4", tokenizer: bool = False) -> Iterator[Shape]:
+    """The shape of a model: "demo", a name in shapes.SHAPES, a folder, its config.json, a GGUF file or a Hub id. No weight is read or downloaded.
+
+    tokenizer: have it in the folder, which may be a temporary one: the demo model is downloaded for it.
+
+    Raises:
+        UserError: nothing is found under that name, or it can't be served.
+    """
+    path, config, folder = Path(model).expanduser(), None, None
+    if model == "demo":
+        folder = resolve_apart(model, cache_folder).folder if tokenizer else None
+        config, name = shapes.DEMO, demo.NAME
+    elif path.is_dir():
+        folder, name = path, path.resolve().name
+        if not (path / "config.json").exists() and (files := sorted(path.glob("*.gguf"))):
+            raise UserError(f"--model {path}: it holds GGUF files. Give the path of one of them, such as {files[0].name}.")
+    elif path.is_file() and path.name == "config.json":
+        folder, name = path.parent, path.resolve().parent.name
+    elif path.is_file():
+        with tempfile.TemporaryDirectory(prefix="mesp-mlx-") as temporary:
+            yield _shape_of_gguf(path, quantize, Path(temporary) if tokenizer else None)
+        return
+    elif model in shapes.SHAPES:
+        config, name = {"torch_dtype": "bfloat16", **shapes.SHAPES[model]}, model
+    elif re.fullmatch(HUB_ID, model):
+        folder, name = hub.without_weights(model, tokenizer), model.split("/")[1]
+    else:
+        raise UserError(
+            f"--model {model}: no such folder or file. Expected a model folder, a config.json, a .gguf file, a Hub id such as org/name, demo, "
+            f"or one of {', '.join(shapes.SHAPES)}."
+        )
+    where = "config.json" if folder is None else str(folder / "config.json")
+    config = read_config(folder) if config is None and folder is not None else config or {}
+    spec = load_spec(config, where)
+    if quantize != "none" and not config.get("quantization"):
+        spec = load_spec(config | convert.quantization(hub.converted_parts(spec)), where)
+    yield Shape(name, spec, folder)
+
+
+def _shape_of_gguf(path: Path, quantize: str, folder: Path | None) -> Shape:
+    """`folder`, if given, gets the tokenizer."""
+    file = gguf.read_header(path)
+    config = gguf.config_of(file)
+    if folder:
+        gguf.write_tokenizer(file, folder)
+    spec = load_spec(config | convert.quantization(gguf.parts(file, config, quantize != "none")), str(path))
+    return Shape(path.stem, spec, folder)
 
 
 def _serve(request: dict[str, Any]) -> dict[str, Any]:

@@ -10,7 +10,9 @@ from typing import Any, Protocol
 import numpy as np
 
 from mesp_mlx.data.group import Group
+from mesp_mlx.memory.strategy import Strategy
 from mesp_mlx.model.spec import ModelSpec
+from mesp_mlx.stream.run_file import fetch
 from mesp_mlx.stream.store import Reads
 
 State = dict[str, Any]
@@ -25,9 +27,7 @@ class Stage(Reads, Protocol):
     @property
     def adaptable(self) -> tuple[str, ...]: ...
     def forward(self, w: Any, adapter: State, state: State, batch: "Batch") -> tuple[State, State]: ...
-    def backward(
-        self, w: Any, adapter: State, state: State, kept: State | None, dstate: State, batch: "Batch", need_dx: bool
-    ) -> tuple[State, Gradients]: ...
+    def backward(self, w: Any, adapter: State, state: State, kept: State | None, dstate: State, batch: "Batch", need_dx: bool) -> tuple[State, Gradients]: ...
 
 
 @dataclass(frozen=True)
@@ -49,11 +49,16 @@ class Batch:
 
 @dataclass(frozen=True)
 class Lora:
-    """The LoRA terms of a stage: the backend to compute with, mlx-lm's scale, and whether h = x̃ A is kept from forward to backward."""
+    """The LoRA terms of a stage: the backend to compute with, mlx-lm's scale, the choices of the plan, and whether h = x̃ A is kept for backward."""
 
     ops: Any
     scale: float
+    strategy: Strategy = Strategy()
     keep_h: bool = False
+
+    def keeps(self, *levels: str) -> bool:
+        """Whether the plan keeps what these of its levels keep."""
+        return self.strategy.keep in levels
 
     def pair(self, adapter: State, module: str) -> tuple[Any, Any] | None:
         """(A, B) of a module, or None when it is not adapted."""
@@ -75,16 +80,27 @@ class Lora:
         dropout = self.dropout(pair, batch, module)
         if self.keep_h and pair and module not in kept:
             kept[module] = self.ops.lora_linear.hidden(x, pair, dropout)
-        return self.ops.lora_linear.forward(x, w[module], pair, self.scale, dropout, kept.get(module))
+        return self.ops.lora_linear.forward(x, w[module], pair, self.scale, dropout, kept.get(module), self._tile)
 
     def backward(self, w: Any, adapter: State, module: str, x: Any, dy: Any, batch: Batch, need_dx: bool, gradients: Gradients, kept: State) -> Any:
         """dx, or None unless needed; the gradients of A and B go into `gradients`."""
         pair = self.pair(adapter, module)
         if pair is None and not need_dx:
             return None
-        dx, dpair = self.ops.lora_linear.backward(x, w[module], pair, self.scale, dy, self.dropout(pair, batch, module), need_dx, kept.get(module))
+        dropout = self.dropout(pair, batch, module)
+        dx, dpair = self.ops.lora_linear.backward(x, w[module], pair, self.scale, dy, dropout, need_dx, kept.get(module), self._tile)
         collect(gradients, module, dpair)
         return dx
+
+    @property
+    def _tile(self) -> int | None:
+        return self.strategy.weight_tile or None
+
+
+def opened(adapter: State, stage: Any) -> State:
+    """A stage's own tensors of an adapter, read from the run's file where the plan keeps them there."""
+    names = (f"{module}.lora_{half}" for module in stage.adaptable for half in "ab")
+    return {name: fetch(adapter[name]) for name in names if name in adapter}
 
 
 def collect(gradients: Gradients, module: str, pair: tuple[Any, Any] | None) -> None:
@@ -124,26 +140,31 @@ class AttentionStage:
         return self.spec.head_dim**-0.5
 
     def forward(self, w: Any, adapter: State, state: State, batch: Batch) -> tuple[State, State]:
-        """The sublayer's output, and what backward may be given back: the attention output [B,T,H·d], and each module's h if it is kept."""
-        ops, x, kept = self.lora.ops, state["x"], {}
-        q, k, v = self._heads(w, *self._projections(w, adapter, self._normed(w, x), batch, kept))
-        kept["attention"] = merge_heads(ops.attention.forward(q, k, v, self._scale, self.spec.windows[self.layer]))
-        return {"x": x + self.lora.forward(w, adapter, self.adaptable[3], kept["attention"], batch, kept)}, kept
+        """The sublayer's output, and what backward is to be given back: what the plan keeps of the attention output and q, k, v; each h if it is kept."""
+        x, kept = state["x"], {}
+        raw = self._projections(w, adapter, self._normed(w, x), batch, kept)
+        attention = self._attend(*self._heads(w, *raw))
+        if not self.lora.keeps("inputs"):
+            kept["attention"] = attention
+        if self.lora.keeps("replay", "attention", "all"):
+            kept["q"], kept["k"], kept["v"] = raw
+        return {"x": x + self.lora.forward(w, adapter, self.adaptable[3], attention, batch, kept)}, kept
 
     def backward(self, w: Any, adapter: State, state: State, kept: State | None, dstate: State, batch: Batch, need_dx: bool) -> tuple[State, Gradients]:
-        """Gradients of the state and of the adapters. Recomputed: norm, q, k, v; never o_proj; the attention output unless kept."""
+        """Gradients of the state and of the adapters. Recomputed: norm; q, k, v and the attention output unless kept; never o_proj."""
         ops, lora, x, dy = self.lora.ops, self.lora, state["x"], dstate["x"]
         gradients: Gradients = {}
         kept = kept or {}
         h = self._normed(w, x)
-        raw = self._projections(w, adapter, h, batch, kept)
+        raw = [kept["q"], kept["k"], kept["v"]] if "q" in kept else self._projections(w, adapter, h, batch, kept)
         q, k, v = self._heads(w, *raw)
-        attention = kept["attention"] if "attention" in kept else merge_heads(ops.attention.forward(q, k, v, self._scale, self.spec.windows[self.layer]))
+        attention = kept["attention"] if "attention" in kept else self._attend(q, k, v)
         inner = need_dx or any(lora.pair(adapter, module) for module in self.adaptable[:3])
         dattention = lora.backward(w, adapter, self.adaptable[3], attention, dy, batch, inner, gradients, kept)
         if not inner:
             return {}, gradients
-        dheads = ops.attention.backward(q, k, v, self._scale, split_heads(dattention, self.spec.num_heads), self.spec.windows[self.layer])
+        window, tile = self.spec.windows[self.layer], lora.strategy.query_tile or None
+        dheads = ops.attention.backward(q, k, v, self._scale, split_heads(dattention, self.spec.num_heads), window, tile)
         del q, k, v, attention, dattention
         dh = None
         for module, dprojection in zip(self.adaptable[:3], self._heads_backward(w, raw, dheads), strict=True):
@@ -152,6 +173,10 @@ class AttentionStage:
         if not need_dx:
             return {}, gradients
         return {"x": dy + ops.rms_norm.backward(x, w[self.norm]["weight"], self.spec.rms_norm_eps, dh)}, gradients
+
+    def _attend(self, q: Any, k: Any, v: Any) -> Any:
+        window, tile = self.spec.windows[self.layer], self.lora.strategy.query_tile or None
+        return merge_heads(self.lora.ops.attention.forward(q, k, v, self._scale, window, tile))
 
     def _normed(self, w: Any, x: Any) -> Any:
         return self.lora.ops.rms_norm.forward(x, w[self.norm]["weight"], self.spec.rms_norm_eps)
@@ -216,15 +241,17 @@ class MLPStage:
         return (self.norm, *self.adaptable)
 
     def forward(self, w: Any, adapter: State, state: State, batch: Batch) -> tuple[State, State]:
-        """The sublayer's output; nothing is kept."""
-        x = state["x"]
-        return {"x": x + self.lora.ops.gated_mlp.forward(self._normed(w, x), *self._linears(w), *self._lora(adapter, batch))}, {}
+        """The sublayer's output, and what gate and up gave if the plan keeps it."""
+        x, kept = state["x"], {}
+        wanted = {"tile": self.lora.strategy.width_tile or None, "kept": kept if self.lora.keeps("all") else None}
+        return {"x": x + self.lora.ops.gated_mlp.forward(self._normed(w, x), *self._linears(w), *self._lora(adapter, batch), **wanted)}, kept
 
     def backward(self, w: Any, adapter: State, state: State, kept: State | None, dstate: State, batch: Batch, need_dx: bool) -> tuple[State, Gradients]:
-        """Gradients of the state and of the adapters. Recomputed: norm, gate, up; never down."""
+        """Gradients of the state and of the adapters. Recomputed: norm; gate and up unless kept; never down."""
         ops, x, dy = self.lora.ops, state["x"], dstate["x"]
         pairs, scale, dropout = self._lora(adapter, batch)
-        dh, dpairs = ops.gated_mlp.backward(self._normed(w, x), *self._linears(w), pairs, scale, dy, dropout, need_dx=need_dx)
+        given = {"tile": self.lora.strategy.width_tile or None, "need_dx": need_dx, "kept": kept or None}
+        dh, dpairs = ops.gated_mlp.backward(self._normed(w, x), *self._linears(w), pairs, scale, dy, dropout, **given)
         gradients: Gradients = {}
         for key, module in MLP_MODULES.items():
             collect(gradients, f"{self.name}.{module}", dpairs[key])

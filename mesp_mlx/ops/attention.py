@@ -13,19 +13,8 @@ from typing import Any
 
 import mlx.core as mx
 
-from mesp_mlx.ops import quantized
-
-TILE_BYTES = 2_000_000  # of scores: a block has about four such arrays in backward
-
-
-def default_tile(q_shape: tuple[int, ...], window: int | None) -> int:
-    """Query rows in a block, 16 to 64, so that the scores [B, H, tile, keys] of a block take about TILE_BYTES.
-
-    Not more than 64: half of the square where a block meets the diagonal is masked, and computed in vain.
-    """
-    batch, heads, tokens, _ = q_shape
-    keys = tokens if window is None else min(tokens, window + 64)
-    return min(tokens, 64, max(16, TILE_BYTES // (4 * batch * heads * keys) // 16 * 16))
+from mesp_mlx.memory import tiles
+from mesp_mlx.ops import arrays, quantized
 
 
 def forward(q: mx.array, k: mx.array, v: mx.array, scale: float, window: int | None = None, tile: int | None = None) -> mx.array:
@@ -34,8 +23,8 @@ def forward(q: mx.array, k: mx.array, v: mx.array, scale: float, window: int | N
         return mx.fast.scaled_dot_product_attention(q, k, v, scale=scale, mask="causal")
     pieces: list[mx.array] = []
     for i, j, first in _blocks(q.shape, window, tile):
-        rows = _fold(_after(q, pieces[-1:])[:, :, i:j], k.shape[1])
-        p = _probabilities(rows, k[:, :, first:j], scale, i, j, first, window)
+        rows = _fold(scale * _after(q, pieces[-1:])[:, :, i:j], k.shape[1])
+        p = _probabilities(rows, k[:, :, first:j], i, j, first, window)
         o = p.astype(v.dtype) @ v[:, :, first:j]  # [B,K,G*n,S] @ [B,K,S,d] -> [B,K,G*n,d]
         pieces.append(_unfold(o, q.shape[1]))
     return pieces[0] if len(pieces) == 1 else mx.concatenate(pieces, axis=2)
@@ -53,14 +42,14 @@ def backward(
     dk, dv = _Sum(k), _Sum(v)
     for i, j, first in _blocks(q.shape, window, tile):
         keys, values = k[:, :, first:j], v[:, :, first:j]
-        rows = _fold(_after(q, [*dq[-1:], *dk.last, *dv.last])[:, :, i:j], heads)
+        rows = _fold(scale * _after(q, [*dq[-1:], *dk.last, *dv.last])[:, :, i:j], heads)
         do_rows = _fold(do[:, :, i:j], heads)
-        p = _probabilities(rows, keys, scale, i, j, first, window)
+        p = _probabilities(rows, keys, i, j, first, window)
         dv.add(p.astype(v.dtype).swapaxes(-1, -2) @ do_rows, first)  # [B,K,S,G*n] @ [B,K,G*n,d] -> [B,K,S,d]
         dp = (do_rows @ values.swapaxes(-1, -2)).astype(mx.float32)  # [B,K,G*n,d] @ [B,K,d,S] -> [B,K,G*n,S]
-        ds = (p * (dp - mx.sum(dp * p, axis=-1, keepdims=True)) * scale).astype(q.dtype)
-        dq.append(_unfold(ds @ keys, q.shape[1]))  # [B,K,G*n,S] @ [B,K,S,d] -> [B,K,G*n,d]
-        dk.add(ds.swapaxes(-1, -2) @ rows, first)  # [B,K,S,G*n] @ [B,K,G*n,d] -> [B,K,S,d]
+        ds = (p * (dp - arrays.row_sums(dp * p))).astype(q.dtype)
+        dq.append(_unfold(scale * (ds @ keys), q.shape[1]))  # [B,K,G*n,S] @ [B,K,S,d] -> [B,K,G*n,d]
+        dk.add(ds.swapaxes(-1, -2) @ rows, first)  # scaled in rows: [B,K,S,G*n] @ [B,K,G*n,d] -> [B,K,S,d]
     return mx.concatenate(dq, axis=2), dk.total(), dv.total()
 
 
@@ -101,8 +90,8 @@ class _Sum:
 
 def _blocks(q_shape: tuple[int, ...], window: int | None, tile: int | None) -> list[tuple[int, int, int]]:
     """(first row, end row, first key) of each block."""
-    tokens = q_shape[2]
-    tile = tile or default_tile(q_shape, window)
+    batch, heads, tokens, _ = q_shape
+    tile = tile or tiles.query_tile(batch, heads, tokens, window)
     return [(i, min(i + tile, tokens), 0 if window is None else max(0, i - window + 1)) for i in range(0, tokens, tile)]
 
 
@@ -122,14 +111,15 @@ def _unfold(rows: mx.array, heads: int) -> mx.array:
     return rows.reshape(batch, heads, -1, width)
 
 
-def _probabilities(rows: mx.array, keys: mx.array, scale: float, i: int, j: int, first: int, window: int | None) -> mx.array:
-    """softmax of the scores of query rows i to j against keys first to j, in float32: [B, K, G*n, S]."""
-    scores = ((scale * rows) @ keys.swapaxes(-1, -2)).astype(mx.float32)  # [B,K,G*n,d] @ [B,K,d,S] -> [B,K,G*n,S]
+def _probabilities(rows: mx.array, keys: mx.array, i: int, j: int, first: int, window: int | None) -> mx.array:
+    """softmax of the scores of query rows i to j (scaled) against keys first to j, in float32: [B, K, G*n, S]."""
+    scores = (rows @ keys.swapaxes(-1, -2)).astype(mx.float32)  # [B,K,G*n,d] @ [B,K,d,S] -> [B,K,G*n,S]
     row, key = mx.arange(i, j)[:, None], mx.arange(first, j)[None]
     seen = key <= row if window is None else (key <= row) & (key > row - window)
     batch, heads, _, width = scores.shape
-    masked = scores.reshape(batch, heads, -1, j - i, width) + mx.where(seen, 0.0, -mx.inf)
-    return mx.softmax(masked, axis=-1).reshape(scores.shape)
+    masked = (scores.reshape(batch, heads, -1, j - i, width) + mx.where(seen, 0.0, -mx.inf)).reshape(scores.shape)
+    p = arrays.exp(masked - mx.max(masked, axis=-1, keepdims=True))
+    return p / arrays.row_sums(p)
 
 
 _apply: Any = mx.custom_function(forward)

@@ -15,20 +15,17 @@ from typing import Any, Literal
 
 import mlx.core as mx
 
-from mesp_mlx.ops import quantized
+from mesp_mlx.memory import tiles
+from mesp_mlx.ops import arrays, quantized
 from mesp_mlx.ops.lora_linear import Dropout, Pair, drop
 from mesp_mlx.ops.quantized import Linear
 
 NAMES = ("gate", "up", "down")
-TILE_BYTES = 1_750_000  # of one dequantised tile [f, D], and of one array [N, f]: a few of each exist at a time
+GELU, CUBIC = 1.5957691216, 0.044715  # 2 sqrt(2 / pi), and gelu's coefficient
 Activation = Literal["silu", "gelu"]
 Loras = dict[str, Pair | None]
 Dropouts = dict[str, Dropout | None] | None
-
-
-def default_tile(rows: int, width: int) -> int:
-    """Columns of F in a tile, for x [rows, width]: a multiple of 128, and so of every group size."""
-    return max(128, TILE_BYTES // (4 * max(rows, width)) // 128 * 128)
+Kept = dict[str, mx.array]
 
 
 def forward(
@@ -41,21 +38,31 @@ def forward(
     dropout: Dropouts = None,
     activation: Activation = "silu",
     tile: int | None = None,
+    kept: Kept | None = None,
 ) -> mx.array:
-    """x [..., D] -> y [..., D] in the dtype of x. `tile` is a multiple of 32 and of the group size."""
+    """x [..., D] -> y [..., D] in the dtype of x. `tile` is a multiple of 32 and of the group size.
+
+    A dict given as `kept` receives what `backward` need not compute again: {"gate": g, "up": u}, each [N, F].
+    """
     flat = x.reshape(-1, x.shape[-1])
     drops = _flat(dropout)
     hidden = {name: scale * (drop(flat, drops[name]) @ pair[0]) for name in ("gate", "up") if (pair := lora[name])}
     down_pair = lora["down"]
     y = h_down = None
+    outputs: dict[str, list[mx.array]] = {"gate": [], "up": []}
     for i, j in _tiles(flat, gate, tile):
         after = [a for a in (y, h_down) if a is not None] or [flat]
         g, u = (_project(flat, _rows(linear, i, j, x.dtype, after), lora[name], hidden.get(name), i, j) for name, linear in (("gate", gate), ("up", up)))
+        if kept is not None:
+            outputs["gate"].append(g)
+            outputs["up"].append(u)
         z = _activate(g, activation) * u
         y = _sum(y, quantized.matmul(z, _columns(down, i, j, x.dtype, after)))
         if down_pair:
             h_down = _sum(h_down, drop(z, _part(drops["down"], i, j)) @ down_pair[0][i:j])
     assert y is not None
+    if kept is not None:
+        kept.update({name: pieces[0] if len(pieces) == 1 else mx.concatenate(pieces, axis=1) for name, pieces in outputs.items()})
     if down_pair and h_down is not None:
         y = y + scale * (h_down @ down_pair[1])
     if "bias" in down:
@@ -75,6 +82,7 @@ def backward(
     activation: Activation = "silu",
     tile: int | None = None,
     need_dx: bool = True,
+    kept: Kept | None = None,
 ) -> tuple[mx.array | None, Loras]:
     """(dx [..., D] or None, {"gate", "up", "down": (dA [in, R], dB [R, out]) float32, or None without an adapter}), given dy [..., D].
 
@@ -97,8 +105,11 @@ def backward(
         # Every result of a tile comes before the next tile: one left over would keep the tile's arrays alive.
         last = (dx, h_down, *dh.values(), *da_down[-1:], *(piece for pieces in db.values() for piece in pieces[-1:]))
         after = [a for a in last if a is not None] or [dy_flat]
-        tiles = {"gate": _rows(gate, i, j, x.dtype, after), "up": _rows(up, i, j, x.dtype, after)}
-        g, u = (_project(flat, tiles[name], lora[name], hidden.get(name), i, j) for name in ("gate", "up"))
+        weights = {"gate": _rows(gate, i, j, x.dtype, after), "up": _rows(up, i, j, x.dtype, after)}
+        if kept:
+            g, u = (kept[name][:, i:j] for name in ("gate", "up"))
+        else:
+            g, u = (_project(flat, weights[name], lora[name], hidden.get(name), i, j) for name in ("gate", "up"))
         phi, slope = _activate_with_slope(g, activation)
         dz = quantized.matmul_transposed(dy_flat, _columns(down, i, j, x.dtype, after))  # [N,D] @ [D,f] -> [N,f]
         if down_pair and dh_down is not None:
@@ -112,7 +123,7 @@ def backward(
                 db[name].append(hidden[name].T @ d)  # [R,N] @ [N,f] -> [R,f]
                 dh[name] = _sum(dh[name], scale * (d @ pair[1][:, i:j].T))  # [N,f] @ [f,R] -> [N,R]
             if need_dx:
-                dx = _sum(dx, quantized.matmul_transposed(d, tiles[name]))  # [N,f] @ [f,D] -> [N,D]
+                dx = _sum(dx, quantized.matmul_transposed(d, weights[name]))  # [N,f] @ [f,D] -> [N,D]
     grads: Loras = dict.fromkeys(NAMES)
     for name, pair in lora.items():
         if pair is None:
@@ -146,7 +157,7 @@ def apply(
 
 def _tiles(flat: mx.array, gate: Linear, tile: int | None) -> list[tuple[int, int]]:
     width, _ = quantized.shape(gate)
-    tile = tile or default_tile(*flat.shape)
+    tile = tile or tiles.width_tile(*flat.shape)
     return [(i, min(i + tile, width)) for i in range(0, width, tile)]
 
 
@@ -180,18 +191,20 @@ def _part(dropout: Dropout | None, i: int, j: int) -> Dropout | None:
 
 
 def _activate(g: mx.array, activation: Activation) -> mx.array:
-    if activation == "silu":
-        return g * mx.sigmoid(g)
-    return 0.5 * g * (1 + mx.tanh(0.7978845608 * (g + 0.044715 * g * g * g)))
+    """phi(g) = g sigmoid(inner(g)): inner(g) = g for silu; gelu's (1 + tanh(t)) / 2 is sigmoid(2 t)."""
+    return g * arrays.sigmoid(g if activation == "silu" else GELU * g * (1 + CUBIC * g * g))
 
 
 def _activate_with_slope(g: mx.array, activation: Activation) -> tuple[mx.array, mx.array]:
-    """phi(g) and phi'(g)."""
+    """phi(g) and phi'(g) = s + phi(g) (1 - s) inner'(g), with s = sigmoid(inner(g))."""
     if activation == "silu":
-        s = mx.sigmoid(g)
-        return g * s, s * (1 + g * (1 - s))
-    t = mx.tanh(0.7978845608 * (g + 0.044715 * g * g * g))
-    return 0.5 * g * (1 + t), 0.5 * (1 + t) + 0.5 * g * (1 - t * t) * 0.7978845608 * (1 + 3 * 0.044715 * g * g)
+        s = arrays.sigmoid(g)
+        phi = g * s
+        return phi, s + phi * (1 - s)
+    cube = CUBIC * g * g
+    s = arrays.sigmoid(GELU * g * (1 + cube))
+    phi = g * s
+    return phi, s + GELU * phi * (1 - s) * (1 + 3 * cube)
 
 
 _apply: Any = mx.custom_function(forward)

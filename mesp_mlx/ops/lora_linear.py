@@ -24,7 +24,7 @@ def drop(x: mx.array, dropout: Dropout | None) -> mx.array:
     if dropout is None:
         return x
     keep, rate = dropout
-    return mx.where(keep, x / (1 - rate), 0)
+    return x * (keep.astype(x.dtype) * (1 / (1 - rate)))  # half the time of mx.where on a CPU device
 
 
 def hidden(x: mx.array, lora: Pair, dropout: Dropout | None = None) -> mx.array:
@@ -32,9 +32,17 @@ def hidden(x: mx.array, lora: Pair, dropout: Dropout | None = None) -> mx.array:
     return drop(x, dropout) @ lora[0]
 
 
-def forward(x: mx.array, linear: Linear, lora: Pair | None, scale: float, dropout: Dropout | None = None, h: mx.array | None = None) -> mx.array:
-    """x [..., in] -> y [..., out] in the dtype of x. h is `hidden`, where the caller has it."""
-    y = quantized.matmul(x, linear)
+def forward(
+    x: mx.array,
+    linear: Linear,
+    lora: Pair | None,
+    scale: float,
+    dropout: Dropout | None = None,
+    h: mx.array | None = None,
+    tile_bytes: int | None = None,
+) -> mx.array:
+    """x [..., in] -> y [..., out] in the dtype of x. h is `hidden`, where the caller has it; tile_bytes: see `quantized.matmul`."""
+    y = quantized.matmul(x, linear, tile_bytes=tile_bytes)
     if lora is None:
         return y
     h = hidden(x, lora, dropout) if h is None else h
@@ -50,9 +58,10 @@ def backward(
     dropout: Dropout | None = None,
     need_dx: bool = True,
     h: mx.array | None = None,
+    tile_bytes: int | None = None,
 ) -> tuple[mx.array | None, Pair | None]:
     """(dx [..., in] or None, (dA [in, R], dB [R, out]) float32 or None), given dy [..., out]. h is `hidden`, where it was kept: paid for in memory."""
-    dx = quantized.matmul_transposed(dy, linear) if need_dx else None  # [N,out] @ [out,in] -> [N,in]
+    dx = quantized.matmul_transposed(dy, linear, tile_bytes=tile_bytes) if need_dx else None  # [N,out] @ [out,in] -> [N,in]
     if lora is None:
         return dx, None
     a, b = lora

@@ -17,8 +17,9 @@ from typing import Any
 
 import mlx.core as mx
 
+from mesp_mlx.memory import tiles
+
 Linear = dict[str, Any]
-TILE_BYTES = 2_000_000  # of dequantised weights: stays in a core's cache, and large enough that a product is not all overhead
 
 
 def on_cpu() -> bool:
@@ -69,10 +70,9 @@ def linear_without_bias(linear: Linear) -> Linear:
     return {name: value for name, value in linear.items() if name != "bias"}
 
 
-def take(linear: Linear, index: mx.array, dtype: mx.Dtype) -> mx.array:
-    """Rows of the weight at integer index [n] -> [n, in], dequantised: embeddings, and the targets' rows of a head."""
-    chosen = {name: mx.take(value, index, axis=0) if isinstance(value, mx.array) else value for name, value in linear.items()}
-    return dequantize(chosen, dtype)
+def take(linear: Linear, index: mx.array) -> Linear:
+    """Rows at integer index [n], a linear with n outputs: embeddings, and the targets' rows of a head."""
+    return {name: mx.take(value, index, axis=0) if isinstance(value, mx.array) else value for name, value in linear.items()}
 
 
 def unpacked(linear: Linear, dtype: mx.Dtype) -> Linear:
@@ -93,25 +93,25 @@ def zeros_like(linear: Linear) -> Linear:
     return {name: mx.zeros_like(value) if isinstance(value, mx.array) else value for name, value in linear.items()}
 
 
-def matmul(x: mx.array, linear: Linear) -> mx.array:
-    """x [..., in] Wᵀ + bias -> [..., out], in the dtype of x."""
+def matmul(x: mx.array, linear: Linear, tile_bytes: int | None = None) -> mx.array:
+    """x [..., in] Wᵀ + bias -> [..., out], in the dtype of x. tile_bytes: of weights dequantised at a time."""
     if not on_cpu() and "scales" in linear:
         y = _quantized_matmul(x, linear, transpose=True)
     else:
         pieces: list[mx.array] = []
-        for i, j in _tiles(linear, x.dtype):
+        for i, j in _tiles(linear, x.dtype, tile_bytes):
             weight = dequantize(wait(rows(linear_without_bias(linear), i, j), pieces[-1:] or [x]), x.dtype)
             pieces.append(x @ weight.T)
         y = pieces[0] if len(pieces) == 1 else mx.concatenate(pieces, axis=-1)
     return y + linear["bias"].astype(x.dtype) if "bias" in linear else y
 
 
-def matmul_transposed(dy: mx.array, linear: Linear) -> mx.array:
+def matmul_transposed(dy: mx.array, linear: Linear, tile_bytes: int | None = None) -> mx.array:
     """dy [..., out] W -> [..., in], in the dtype of dy: the backward of `matmul`. Sums over tiles are float32."""
     if not on_cpu() and "scales" in linear:
         return _quantized_matmul(dy, linear, transpose=False)
     dx: mx.array | None = None
-    for i, j in _tiles(linear, dy.dtype):
+    for i, j in _tiles(linear, dy.dtype, tile_bytes):
         weight = dequantize(wait(rows(linear_without_bias(linear), i, j), [dy if dx is None else dx]), dy.dtype)
         part = dy[..., i:j] @ weight
         dx = part if dx is None else dx.astype(mx.float32) + part
@@ -143,12 +143,12 @@ def _quantized_matmul(x: mx.array, linear: Linear, transpose: bool) -> mx.array:
     return mx.quantized_matmul(x, linear["weight"], linear["scales"], linear["biases"], transpose=transpose, group_size=group, bits=bits).astype(x.dtype)
 
 
-def _tiles(linear: Linear, dtype: mx.Dtype) -> list[tuple[int, int]]:
-    """Ranges of rows whose dequantised form takes about TILE_BYTES; one range where the weight is used as it is."""
+def _tiles(linear: Linear, dtype: mx.Dtype, tile_bytes: int | None) -> list[tuple[int, int]]:
+    """Ranges of rows whose dequantised form takes about tile_bytes; one range where the weight is used as it is."""
     out, width = shape(linear)
     if linear["weight"].dtype == dtype:
         return [(0, out)]
-    step = max(8, TILE_BYTES // (width * dtype.size) // 8 * 8)
+    step = tiles.weight_rows(width, dtype.size, tile_bytes or tiles.WEIGHT_BYTES)
     return [(i, min(i + step, out)) for i in range(0, out, step)]
 
 

@@ -12,6 +12,8 @@ from typing import Any
 
 import mlx.core as mx
 
+from mesp_mlx.ops import arrays
+
 
 def forward(x: mx.array, weight: mx.array, eps: float) -> mx.array:
     """Normalise x [..., D] by its rows' root mean square and scale by weight [D], in the dtype of x."""
@@ -26,8 +28,9 @@ def backward(x: mx.array, weight: mx.array, eps: float, dy: mx.array) -> mx.arra
         dx = r g - x r^3 mean(x g)
     """
     x32, g = x.astype(mx.float32), dy.astype(mx.float32) * weight
-    r = mx.rsqrt(mx.mean(x32 * x32, axis=-1, keepdims=True) + eps)
-    return (r * g - x32 * (r * r * r * mx.mean(x32 * g, axis=-1, keepdims=True))).astype(x.dtype)
+    width = x.shape[-1]
+    r = mx.rsqrt(arrays.row_sums(x32 * x32) / width + eps)
+    return (r * g - x32 * (r * r * r * arrays.row_sums(x32 * g) / width)).astype(x.dtype)
 
 
 def apply(x: mx.array, weight: mx.array, eps: float) -> mx.array:

@@ -39,7 +39,7 @@ def evaluate(tree: Any, *more: Any) -> Any:
     return tree
 
 
-def evaluator(room_bytes: int | None) -> Callable[[Any], Any]:
+def evaluator(limit_bytes: int | None) -> Callable[[Any], Any]:
     """`evaluate`: NumPy never runs ahead."""
     return evaluate
 

@@ -5,17 +5,7 @@ P = softmax(scale * q @ k.T, where seen);  o = P @ v
 
 import numpy as np
 
-TILE_BYTES = 2_000_000  # of scores: a block has two such arrays in backward
-
-
-def default_tile(q_shape: tuple[int, ...], window: int | None) -> int:
-    """Query rows in a block, 16 to 64, so that the scores [B, H, tile, keys] of a block take about TILE_BYTES.
-
-    Not more than 64: half of the square where a block meets the diagonal is masked, and computed in vain.
-    """
-    batch, heads, tokens, _ = q_shape
-    keys = tokens if window is None else min(tokens, window + 64)
-    return min(tokens, 64, max(16, TILE_BYTES // (4 * batch * heads * keys) // 16 * 16))
+from mesp_mlx.memory import tiles
 
 
 def forward(q: np.ndarray, k: np.ndarray, v: np.ndarray, scale: float, window: int | None = None, tile: int | None = None) -> np.ndarray:
@@ -56,8 +46,8 @@ def backward(
 
 def _blocks(q_shape: tuple[int, ...], window: int | None, tile: int | None) -> list[tuple[int, int, int]]:
     """(first row, end row, first key) of each block."""
-    tokens = q_shape[2]
-    tile = tile or default_tile(q_shape, window)
+    batch, heads, tokens, _ = q_shape
+    tile = tile or tiles.query_tile(batch, heads, tokens, window)
     return [(i, min(i + tile, tokens), 0 if window is None else max(0, i - window + 1)) for i in range(0, tokens, tile)]
 
 

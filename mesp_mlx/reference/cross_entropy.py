@@ -15,20 +15,16 @@ Best = tuple[np.ndarray, np.ndarray]
 
 def start(h: np.ndarray, gradient: bool = True) -> State:
     """The state before the first tile, for h [N, D]. Without `gradient`, only the loss is computed."""
-    n = len(h)
-    state = {"maximum": np.full(n, -np.inf, h.dtype), "total": np.zeros(n, h.dtype), "target": np.zeros(n, h.dtype)}
-    return state | ({"sum": np.zeros_like(h), "row": np.zeros_like(h)} if gradient else {})
+    state = {"maximum": np.full(len(h), -np.inf, h.dtype), "total": np.zeros(len(h), h.dtype)}
+    return state | ({"sum": np.zeros_like(h)} if gradient else {})
 
 
-def add(state: State, h: np.ndarray, targets: np.ndarray, first_row: int, linear_tile: Linear) -> State:
-    """The state with rows first_row to first_row + v of the head added: h [N, D], targets [N] integers, linear_tile [v, D]. Updates `state` in place."""
+def add(state: State, h: np.ndarray, linear_tile: Linear) -> State:
+    """The state with some rows of the head added: h [N, D], linear_tile [v, D]. Updates `state` in place."""
     if len(h) == 0:
         return state
     tile = quantized.unpacked(linear_tile, h.dtype)
     logits = quantized.matmul(h, tile)  # [N,D] @ [D,v] -> [N,v]
-    inside = np.flatnonzero((targets >= first_row) & (targets < first_row + logits.shape[1]))
-    index = targets[inside] - first_row
-    state["target"][inside] = logits[inside, index]
     maximum = np.maximum(state["maximum"], logits.max(axis=1))
     shrink = np.exp(state["maximum"] - maximum)
     logits -= maximum[:, None]
@@ -39,14 +35,17 @@ def add(state: State, h: np.ndarray, targets: np.ndarray, first_row: int, linear
     if "sum" in state:
         state["sum"] *= shrink[:, None]
         state["sum"] += p @ tile["weight"]  # [N,v] @ [v,D] -> [N,D]
-        state["row"][inside] = tile["weight"][index]
     return state
 
 
-def finish(state: State) -> tuple[np.ndarray, np.ndarray | None]:
-    """(loss summed over positions, a scalar array; dh [N, D], or None without `gradient`)."""
-    loss = np.sum(state["maximum"] + np.log(state["total"]) - state["target"]) if state["total"].size else np.zeros((), state["total"].dtype)
-    return loss, state["sum"] / state["total"][:, None] - state["row"] if "sum" in state else None
+def finish(state: State, h: np.ndarray, target_rows: Linear) -> tuple[np.ndarray, np.ndarray | None]:
+    """(loss summed over positions, a scalar array; dh [N, D], or None without `gradient`); target_rows [N, D] are the head's at the N targets."""
+    if len(h) == 0:
+        return np.zeros((), h.dtype), state.get("sum")
+    rows = quantized.dequantize(target_rows, h.dtype)
+    logits = np.einsum("nd,nd->n", h, rows) + target_rows.get("bias", 0)
+    loss = np.sum(state["maximum"] + np.log(state["total"]) - logits)
+    return loss, state["sum"] / state["total"][:, None] - rows if "sum" in state else None
 
 
 def best(h: np.ndarray, best_state: Best | None, first_row: int, linear_tile: Linear) -> Best:

@@ -8,20 +8,16 @@ from typing import Literal
 
 import numpy as np
 
+from mesp_mlx.memory import tiles
 from mesp_mlx.reference import quantized
 from mesp_mlx.reference.lora_linear import Dropout, Pair, drop
 from mesp_mlx.reference.quantized import Linear
 
 NAMES = ("gate", "up", "down")
-TILE_BYTES = 1_750_000  # of one dequantised tile [f, D], and of one array [N, f]: a few of each exist at a time
 Activation = Literal["silu", "gelu"]
 Loras = dict[str, Pair | None]
 Dropouts = dict[str, Dropout | None] | None
-
-
-def default_tile(rows: int, width: int) -> int:
-    """Columns of F in a tile, for x [rows, width]: a multiple of 128, and so of every group size."""
-    return max(128, TILE_BYTES // (4 * max(rows, width)) // 128 * 128)
+Kept = dict[str, np.ndarray]
 
 
 def forward(
@@ -34,19 +30,27 @@ def forward(
     dropout: Dropouts = None,
     activation: Activation = "silu",
     tile: int | None = None,
+    kept: Kept | None = None,
 ) -> np.ndarray:
-    """x [..., D] -> y [..., D] in the dtype of x. `tile` is a multiple of 32 and of the group size."""
+    """x [..., D] -> y [..., D] in the dtype of x. `tile` is a multiple of 32 and of the group size.
+
+    A dict given as `kept` receives what `backward` need not compute again: {"gate": g, "up": u}, each [N, F].
+    """
     flat = x.reshape(-1, x.shape[-1])
     drops = _flat(dropout)
     hidden = {name: scale * (drop(flat, drops[name]) @ pair[0]) for name in ("gate", "up") if (pair := lora[name])}
     down_pair = lora["down"]
     y = np.zeros(flat.shape, x.dtype)
+    if kept is not None:
+        kept.update({name: np.empty((len(flat), quantized.shape(gate)[0]), x.dtype) for name in ("gate", "up")})
     h_down = np.zeros((len(flat), down_pair[0].shape[1]), x.dtype) if down_pair else None
     for i, j in _tiles(flat, gate, tile):
         g, u = (
             _project(flat, quantized.unpacked(quantized.rows(linear, i, j), x.dtype), lora[name], hidden.get(name), i, j)
             for name, linear in (("gate", gate), ("up", up))
         )
+        if kept is not None:
+            kept["gate"][:, i:j], kept["up"][:, i:j] = g, u
         z = _activate(g, activation)
         z *= u
         y += quantized.matmul(z, quantized.columns(down, i, j))
@@ -71,6 +75,7 @@ def backward(
     activation: Activation = "silu",
     tile: int | None = None,
     need_dx: bool = True,
+    kept: Kept | None = None,
 ) -> tuple[np.ndarray | None, Loras]:
     """(dx [..., D] or None, {"gate", "up", "down": (dA [in, R], dB [R, out]), or None without an adapter}), given dy [..., D].
 
@@ -90,8 +95,12 @@ def backward(
         hidden["down"] = np.zeros_like(dh["down"])
     dx = np.zeros(flat.shape, x.dtype) if need_dx else None
     for i, j in _tiles(flat, gate, tile):
-        tiles = {name: quantized.unpacked(quantized.rows(linear, i, j), x.dtype) for name, linear in (("gate", gate), ("up", up))}
-        g, u = (_project(flat, tiles[name], lora[name], hidden.get(name), i, j) for name in ("gate", "up"))
+        needed = {"gate": gate, "up": up} if need_dx or not kept else {}
+        weights = {name: quantized.unpacked(quantized.rows(linear, i, j), x.dtype) for name, linear in needed.items()}
+        if kept:
+            g, u = (kept[name][:, i:j] for name in ("gate", "up"))
+        else:
+            g, u = (_project(flat, weights[name], lora[name], hidden.get(name), i, j) for name in ("gate", "up"))
         phi, slope = _activate_with_slope(g, activation)
         dz = quantized.matmul_transposed(dy_flat, quantized.columns(down, i, j))  # [N,D] @ [D,f] -> [N,f]
         if (pair := lora["down"]) and (grad := grads["down"]):
@@ -108,7 +117,7 @@ def backward(
                 np.matmul(hidden[name].T, d, out=grad[1][:, i:j])  # [R,N] @ [N,f] -> [R,f]
                 dh[name] += scale * (d @ pair[1][:, i:j].T)  # [N,f] @ [f,R] -> [N,R]
             if dx is not None:
-                dx += d @ tiles[name]["weight"]  # [N,f] @ [f,D] -> [N,D]
+                dx += d @ weights[name]["weight"]  # [N,f] @ [f,D] -> [N,D]
     if grad := grads["down"]:
         np.matmul(hidden["down"].T, dy_flat, out=grad[1])  # [R,N] @ [N,D] -> [R,D]
     for name in dropped:
@@ -121,7 +130,7 @@ def backward(
 
 def _tiles(flat: np.ndarray, gate: Linear, tile: int | None) -> list[tuple[int, int]]:
     width, _ = quantized.shape(gate)
-    tile = tile or default_tile(*flat.shape)
+    tile = tile or tiles.width_tile(*flat.shape)
     return [(i, min(i + tile, width)) for i in range(0, width, tile)]
 
 
@@ -145,7 +154,8 @@ def _part(dropout: Dropout | None, i: int, j: int) -> Dropout | None:
 
 def _sigmoid(g: np.ndarray) -> np.ndarray:
     """By tanh, which doesn't overflow."""
-    s = np.tanh(g * 0.5)
+    s = g * 0.5
+    np.tanh(s, out=s)
     s += 1
     s *= 0.5
     return s
@@ -175,9 +185,12 @@ def _activate(g: np.ndarray, activation: Activation) -> np.ndarray:
 def _activate_with_slope(g: np.ndarray, activation: Activation) -> tuple[np.ndarray, np.ndarray]:
     """phi(g) and phi'(g)."""
     if activation == "silu":
-        s = _sigmoid(g)
-        phi = g * s
-        return phi, s + phi - phi * s
+        slope = _sigmoid(g)
+        phi = g * slope
+        s = 1 - slope
+        s *= phi
+        slope += s  # s + phi (1 - s)
+        return phi, slope
     t = _gelu_tanh(g)
     half = 0.5 * (1 + t)
     return g * half, half + 0.5 * math.sqrt(2 / math.pi) * g * (1 - t * t) * (1 + 3 * 0.044715 * g * g)

@@ -25,9 +25,17 @@ def hidden(x: np.ndarray, lora: Pair, dropout: Dropout | None = None) -> np.ndar
     return drop(x, dropout) @ lora[0]
 
 
-def forward(x: np.ndarray, linear: Linear, lora: Pair | None, scale: float, dropout: Dropout | None = None, h: np.ndarray | None = None) -> np.ndarray:
-    """x [..., in] -> y [..., out] in the dtype of x. h is `hidden`, where the caller has it."""
-    y = quantized.matmul(x, linear)
+def forward(
+    x: np.ndarray,
+    linear: Linear,
+    lora: Pair | None,
+    scale: float,
+    dropout: Dropout | None = None,
+    h: np.ndarray | None = None,
+    tile_bytes: int | None = None,
+) -> np.ndarray:
+    """x [..., in] -> y [..., out] in the dtype of x. h is `hidden`, where the caller has it; tile_bytes: see `quantized.matmul`."""
+    y = quantized.matmul(x, linear, tile_bytes=tile_bytes)
     if lora is not None:
         h = hidden(x, lora, dropout) if h is None else h
         y += scale * h @ lora[1]
@@ -43,9 +51,10 @@ def backward(
     dropout: Dropout | None = None,
     need_dx: bool = True,
     h: np.ndarray | None = None,
+    tile_bytes: int | None = None,
 ) -> tuple[np.ndarray | None, Pair | None]:
     """(dx [..., in] or None, (dA [in, R], dB [R, out]) or None), given dy [..., out]. h is `hidden`, where it was kept: paid for in memory."""
-    dx = quantized.matmul_transposed(dy, linear) if need_dx else None  # [N,out] @ [out,in] -> [N,in]
+    dx = quantized.matmul_transposed(dy, linear, tile_bytes=tile_bytes) if need_dx else None  # [N,out] @ [out,in] -> [N,in]
     if lora is None:
         return dx, None
     a, b = lora

@@ -11,8 +11,10 @@ from typing import Any
 
 import numpy as np
 
+from mesp_mlx.memory import tiles
+
 Linear = dict[str, Any]
-TILE_BYTES = 2_000_000  # of dequantised weights: stays in a core's cache, and large enough that a product is not all overhead
+BLOCK = 1 << 17  # weights dequantised at once: the look-up's indices take as much memory as what it gives
 
 
 def shape(linear: Linear) -> tuple[int, int]:
@@ -26,11 +28,15 @@ def dequantize(linear: Linear, dtype: Any) -> np.ndarray:
     weight = linear["weight"]
     if "scales" not in linear:
         return weight.astype(dtype, copy=False)
-    codes = _codes(np.ascontiguousarray(weight), linear["bits"], np.dtype(dtype))
-    groups = codes.reshape(*linear["scales"].shape, linear["group_size"])
-    groups *= linear["scales"].astype(dtype, copy=False)[..., None]
-    groups += linear["biases"].astype(dtype, copy=False)[..., None]
-    return codes
+    out = np.empty(shape(linear), dtype)
+    step = max(1, BLOCK // out.shape[1])
+    for i in range(0, len(out), step):
+        block = out[i : i + step]
+        _codes(np.ascontiguousarray(weight[i : i + step]), linear["bits"], block)
+        groups = block.reshape(len(block), -1, linear["group_size"])
+        groups *= linear["scales"][i : i + step, :, None].astype(dtype, copy=False)
+        groups += linear["biases"][i : i + step, :, None].astype(dtype, copy=False)
+    return out
 
 
 def quantize(weight: np.ndarray, bits: int, group_size: int) -> Linear:
@@ -73,9 +79,9 @@ def linear_without_bias(linear: Linear) -> Linear:
     return {name: value for name, value in linear.items() if name != "bias"}
 
 
-def take(linear: Linear, index: np.ndarray, dtype: Any) -> np.ndarray:
-    """Rows of the weight at integer index [n] -> [n, in], dequantised: embeddings, and the targets' rows of a head."""
-    return dequantize({name: value[index] if isinstance(value, np.ndarray) else value for name, value in linear.items()}, dtype)
+def take(linear: Linear, index: np.ndarray) -> Linear:
+    """Rows at integer index [n], a linear with n outputs: embeddings, and the targets' rows of a head."""
+    return {name: value[index] if isinstance(value, np.ndarray) else value for name, value in linear.items()}
 
 
 def unpacked(linear: Linear, dtype: Any) -> Linear:
@@ -83,32 +89,36 @@ def unpacked(linear: Linear, dtype: Any) -> Linear:
     return {"weight": dequantize(linear, dtype)} | ({"bias": linear["bias"]} if "bias" in linear else {})
 
 
-def matmul(x: np.ndarray, linear: Linear) -> np.ndarray:
-    """x [..., in] Wᵀ + bias -> [..., out], in the dtype of x."""
+def matmul(x: np.ndarray, linear: Linear, tile_bytes: int | None = None) -> np.ndarray:
+    """x [..., in] Wᵀ + bias -> [..., out], in the dtype of x. tile_bytes: of weights dequantised at a time."""
     flat = x.reshape(-1, x.shape[-1])
     y = np.empty((len(flat), shape(linear)[0]), x.dtype)
-    for i, j in _tiles(linear, x.dtype):
+    for i, j in _tiles(linear, x.dtype, tile_bytes):
         np.matmul(flat, dequantize(rows(linear, i, j), x.dtype).T, out=y[:, i:j])
     if "bias" in linear:
         y += linear["bias"]
     return y.reshape(*x.shape[:-1], -1)
 
 
-def matmul_transposed(dy: np.ndarray, linear: Linear) -> np.ndarray:
+def matmul_transposed(dy: np.ndarray, linear: Linear, tile_bytes: int | None = None) -> np.ndarray:
     """dy [..., out] W -> [..., in], in the dtype of dy: the backward of `matmul`."""
     flat = dy.reshape(-1, dy.shape[-1])
-    dx = np.zeros((len(flat), shape(linear)[1]), dy.dtype)
-    for i, j in _tiles(linear, dy.dtype):
-        dx += flat[:, i:j] @ dequantize(rows(linear, i, j), dy.dtype)
+    dx = np.empty((len(flat), shape(linear)[1]), dy.dtype)
+    for i, j in _tiles(linear, dy.dtype, tile_bytes):
+        weight = dequantize(rows(linear, i, j), dy.dtype)
+        if i:
+            dx += flat[:, i:j] @ weight
+        else:
+            np.matmul(flat[:, :j], weight, out=dx)
     return dx.reshape(*dy.shape[:-1], -1)
 
 
-def _tiles(linear: Linear, dtype: Any) -> list[tuple[int, int]]:
-    """Ranges of rows whose dequantised form takes about TILE_BYTES; one range where the weight is used as it is."""
+def _tiles(linear: Linear, dtype: Any, tile_bytes: int | None) -> list[tuple[int, int]]:
+    """Ranges of rows whose dequantised form takes about tile_bytes; one range where the weight is used as it is."""
     out, width = shape(linear)
     if linear["weight"].dtype == dtype:
         return [(0, out)]
-    step = max(8, TILE_BYTES // (width * np.dtype(dtype).itemsize) // 8 * 8)
+    step = tiles.weight_rows(width, np.dtype(dtype).itemsize, tile_bytes or tiles.WEIGHT_BYTES)
     return [(i, min(i + step, out)) for i in range(0, out, step)]
 
 
@@ -119,14 +129,13 @@ def _table(bits: int, dtype: np.dtype) -> np.ndarray:
     return ((np.arange(256)[:, None] >> shifts) & (2**bits - 1)).astype(dtype)
 
 
-def _codes(packed: np.ndarray, bits: int, dtype: np.dtype) -> np.ndarray:
-    """Unpack uint32 [out, words] into codes [out, words*32/bits] of dtype."""
-    out, words = packed.shape
-    codes = np.empty((out, words * 32 // bits), dtype)
+def _codes(packed: np.ndarray, bits: int, codes: np.ndarray) -> None:
+    """Unpack uint32 [out, words] into codes [out, words*32/bits]."""
+    out = len(packed)
     if bits in (2, 4):
         # One look-up per byte is several times faster than shifting and masking; `clip` is what lets take write into `out` directly.
-        np.take(_table(bits, dtype), packed.view(np.uint8), axis=0, out=codes.reshape(out, words * 4, 8 // bits), mode="clip")
-        return codes
+        np.take(_table(bits, codes.dtype), packed.view(np.uint8), axis=0, out=codes.reshape(out, -1, 8 // bits), mode="clip")
+        return
     places = 8 // math.gcd(bits, 8)  # codes until one begins where a byte begins
     period = packed.view(np.uint8).reshape(out, -1, places * bits // 8)
     by_place = codes.reshape(out, -1, places)
@@ -137,7 +146,6 @@ def _codes(packed: np.ndarray, bits: int, dtype: np.dtype) -> np.ndarray:
             code |= period[..., byte + 1] << (8 - shift)
         code &= 2**bits - 1
         by_place[..., place] = code
-    return codes
 
 
 def _pack(codes: np.ndarray, bits: int) -> np.ndarray:

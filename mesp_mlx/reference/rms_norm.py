@@ -14,11 +14,11 @@ def forward(x: np.ndarray, weight: np.ndarray, eps: float) -> np.ndarray:
 
 
 def backward(x: np.ndarray, weight: np.ndarray, eps: float, dy: np.ndarray) -> np.ndarray:
-    """The gradient with respect to x [..., D], given dy [..., D]: dx = r g - x r^3 mean(x g), g = dy * weight."""
+    """The gradient with respect to x [..., D], given dy [..., D]: dx = r (g - x r^2 mean(x g)), g = dy * weight."""
     r, g = _scale(x, eps), dy * weight.astype(x.dtype, copy=False)
     mean = np.einsum("...d,...d->...", x, g)[..., None] / x.shape[-1]
+    g -= x * (r * r * mean)
     g *= r
-    g -= x * (r * r * r * mean)
     return g
 
 

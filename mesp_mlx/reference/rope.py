@@ -27,6 +27,9 @@ def _rotate(x: np.ndarray, rope: Rope, scale: float) -> np.ndarray:
     x1, x2 = x[..., first], x[..., second]
     y = np.empty_like(x)
     y[..., dims:] = x[..., dims:]
-    y[..., first] = x1 * cos - x2 * sin
-    y[..., second] = x1 * sin + x2 * cos
+    y1, y2 = y[..., first], y[..., second]
+    np.multiply(x1, cos, out=y1)
+    y1 -= x2 * sin
+    np.multiply(x1, sin, out=y2)
+    y2 += x2 * cos
     return y

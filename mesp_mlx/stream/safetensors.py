@@ -11,7 +11,7 @@ import itertools
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,6 +26,7 @@ NUMPY_TYPES = {
     "U64": np.uint64, "U32": np.uint32, "U16": np.uint16, "U8": np.uint8, "BOOL": np.bool_,
 }  # fmt: skip
 LARGEST_HEADER_BYTES = 100_000_000
+LARGEST_CALL_BYTES, MOST_BUFFERS = 1 << 30, 1000  # macOS moves less than 2^31 bytes in a call; systems take 1024 buffers
 
 
 @dataclass(frozen=True)
@@ -118,7 +119,7 @@ def read_folder(folder: Path) -> dict[str, Entry]:
 
 
 def open_to_read(file: Path) -> int:
-    """A descriptor of a weight file, for `read_into`.
+    """A descriptor of a weight file, for `read_into` and `read_run`.
 
     Raises:
         UserError: it can't be opened.
@@ -129,33 +130,64 @@ def open_to_read(file: Path) -> int:
         raise UserError(f"reading weights from {file}: {error.strerror}.") from None
 
 
-def read_into(entry: Entry, buffer: memoryview, descriptor: int | None = None) -> None:
+def read_into(entry: Entry, buffer: memoryview) -> None:
     """Fill buffer (bytes, exactly the entry's size) from disk.
+
+    Raises:
+        UserError: the file can't be opened, ended early or could not be read.
+    """
+    opened = open_to_read(entry.file)
+    try:
+        read_run([(entry, buffer)], opened)
+    finally:
+        os.close(opened)
+
+
+def read_run(run: Sequence[tuple[Entry, memoryview]], descriptor: int) -> None:
+    """Fill the buffers of entries that follow each other in one file, in as few calls as the system allows.
 
     Raises:
         UserError: the file ended early or could not be read.
     """
-    opened = open_to_read(entry.file) if descriptor is None else descriptor
+    first, last = run[0][0], run[-1][0]
     try:
-        done = 0
-        while done < entry.size_bytes:
-            count = _read_at(opened, buffer[done:], entry.start + done)
-            if count == 0:
-                raise UserError(f"reading tensor {entry.name!r} from {entry.file}: the file ends {entry.size_bytes - done} bytes early.")
-            done += count
+        end = first.start + transfer(read_at, descriptor, [buffer for _, buffer in run], first.start)
     except OSError as error:
-        raise UserError(f"reading tensor {entry.name!r} from {entry.file}: {error.strerror}.") from None
-    finally:
-        if descriptor is None:
-            os.close(opened)
+        raise UserError(f"reading tensor {first.name!r} from {first.file}: {error.strerror}.") from None
+    if end < last.start + last.size_bytes:
+        short = next(entry for entry, _ in run if end < entry.start + entry.size_bytes)
+        missing = short.start + short.size_bytes - end
+        raise UserError(f"reading tensor {short.name!r} from {short.file}: the file ends {missing} bytes early.")
 
 
-def _read_at(descriptor: int, buffer: memoryview, offset: int) -> int:
+def transfer(call: Callable[[int, list[memoryview], int], int], descriptor: int, buffers: Sequence[memoryview], offset: int) -> int:
+    """Read or write buffers one after the other at offset, with `call` (such as `read_at`) as often as it takes; the bytes moved until it moved none."""
+    remaining, done = [buffer for buffer in buffers if buffer.nbytes], 0
+    while remaining:
+        batch, room = [], LARGEST_CALL_BYTES
+        for buffer in remaining[:MOST_BUFFERS]:
+            batch.append(buffer[:room])
+            room -= batch[-1].nbytes
+            if not room:
+                break
+        count = call(descriptor, batch, offset + done)
+        if not count:
+            break
+        done += count
+        while remaining and count >= remaining[0].nbytes:
+            count -= remaining.pop(0).nbytes
+        if count:
+            remaining[0] = remaining[0][count:]
+    return done
+
+
+def read_at(descriptor: int, buffers: list[memoryview], offset: int) -> int:
+    """Read into buffers at offset, moving no shared position where the system can; the bytes read, 0 at the file's end."""
     if hasattr(os, "preadv"):
-        return os.preadv(descriptor, [buffer], offset)
-    os.lseek(descriptor, offset, os.SEEK_SET)  # Windows has no positioned read; one thread reads one descriptor
-    data = os.read(descriptor, len(buffer))
-    buffer[: len(data)] = data
+        return os.preadv(descriptor, buffers, offset)
+    os.lseek(descriptor, offset, os.SEEK_SET)  # Windows has no positioned read; one thread uses one descriptor
+    data = os.read(descriptor, buffers[0].nbytes)
+    buffers[0][: len(data)] = data
     return len(data)
 
 

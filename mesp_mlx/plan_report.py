@@ -1,0 +1,190 @@
+"""A plan in words, tables and JSON values. Sizes come in bytes and are printed in MB = 10^6 bytes."""
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Column, Table
+
+from mesp_mlx.memory.plan import PARTS, Plan, Speeds, Workload
+from mesp_mlx.memory.strategy import ALL, Strategy
+from mesp_mlx.report import duration, megabytes
+
+LARGEST = 8  # tensors named
+KEPT = {
+    "nothing": "backward recomputes each layer from its input",
+    "replay": "backward recomputes each layer from its input, q, k and v once",
+    "inputs": "backward recomputes each stage from its input",
+    "attention": "backward recomputes only gate and up",
+    "all": "backward recomputes no product",
+}
+
+
+def short(plan: Plan, memory: str, budget_bytes: int, peak_bytes: int, others_bytes: int, seconds: float, updates: int) -> dict[str, str]:
+    """The short form, line by line.
+
+    peak_bytes: that the operating system will count; others_bytes: what other programs hold; seconds: of all updates.
+    """
+    lines = body(plan, memory, budget_bytes, peak_bytes)
+    if memory == "auto" and others_bytes and not fast(plan.strategy):
+        lines["memory"] += f"; closing other programs would give up to {megabytes(others_bytes)} more"
+    return lines | {"time": f"about {duration(seconds / max(1, updates))} per update, {duration(seconds)} in all"}
+
+
+def faster(plan: Plan, saved: float) -> str:
+    """What more memory than auto takes would buy; `saved` is the part of the time."""
+    size = f"--memory {math.ceil(plan.total_bytes / 1e6) + 1}MB"
+    return f"{size} would take about {saved:.0%} less time" if saved >= 0.01 else f"no plan is more than a hundredth faster than this one (up to {size})"
+
+
+def body(plan: Plan, memory: str, budget_bytes: int, peak_bytes: int | None = None) -> dict[str, str]:
+    """What both forms say of a plan."""
+    peak = f"{megabytes(peak_bytes or plan.total_bytes)} predicted peak, {megabytes(plan.arrays_peak_bytes)} of it arrays (in the phase '{plan.peak_phase}')"
+    return {
+        "strategy": words(plan),
+        "memory": f"{peak}; --memory {memory}" + ("" if memory in ("least", "fastest") else f": {megabytes(budget_bytes)} may be taken"),
+        "disk": disk(plan),
+    }
+
+
+def time(plan: Plan, speeds: Speeds, measured: bool, seconds: float | None, updates: int | None) -> str:
+    """What an update takes, and a run."""
+    whose = "this machine's measured speed" if measured else "a typical machine's speed and this disk's"
+    parts = f"{plan.flops / 1e12:,.2f} TFLOP per update: {duration(plan.compute_seconds(speeds))} of computing, {duration(plan.disk_seconds(speeds))} of disk, "
+    together = f"{duration(plan.seconds(speeds))} together, at {whose} ({speeds.matrix_flops_per_second / 1e9:,.0f} GFLOP/s, "
+    line = parts + together + f"{speeds.read_bytes_per_second / 1e9:.1f} GB/s read, {speeds.write_bytes_per_second / 1e9:.1f} GB/s written)"
+    return line + (f"; {updates:,} updates in {seconds / 60:,.1f} minutes" if seconds is not None and updates else "")
+
+
+def verdict(found: str, reason: str | None, limit_bytes: int, memory: str, device: str | None) -> str:
+    """The verdict in words, with what would make it fit."""
+    whose = f"{device} leaves one app" if device and memory == "auto" else f"--memory {memory} allows"
+    return f"{found} within the {megabytes(limit_bytes)} that {whose}" + (f": {reason}" if reason else "")
+
+
+def fast(strategy: Strategy) -> bool:
+    """Whether more memory would make a plan no faster."""
+    return strategy.resident == ALL and strategy.keep == "all" and not strategy.needs_file
+
+
+def words(plan: Plan) -> str:
+    """A strategy in words."""
+    strategy, workload = plan.strategy, plan.workload
+    stages = 2 * workload.spec.num_layers + 1
+    count = stages if strategy.resident == ALL or workload.method == "backprop" else min(strategy.resident, stages)
+    parts = []
+    if count == stages:
+        parts.append("all weights stay in memory")
+    else:
+        ahead = f"{strategy.prefetch} stage{'' if strategy.prefetch == 1 else 's'} ahead" if strategy.prefetch else "none ahead"
+        parts.append(f"weights of {count} of {stages} stages stay in memory, others are read as they are needed, {ahead}")
+    if workload.method == "mesp":
+        parts.append(KEPT[strategy.keep])
+    if count < stages and not strategy.hold and strategy.keep in ("nothing", "replay") and workload.method == "mesp":
+        parts.append("attention's weights are read three times")
+    if workload.method != "mezo":
+        parts.append({"applied": "gradients applied as they come", "held": "gradients held", "spilled": "gradients spilled to the file"}[strategy.gradients])
+    places = {"checkpoints": strategy.checkpoints, "arrays between stages": strategy.states, "adapter and moments": strategy.adapter}
+    if in_file := [name for name, place in places.items() if place == "file"]:
+        parts.append(f"{', '.join(in_file)} in the run's file ({megabytes(plan.file_bytes)})")
+    parts.append(f"groups of up to {plan.shape.tokens:,} positions")
+    return "; ".join(parts)
+
+
+def disk(plan: Plan) -> str:
+    """What an update reads and writes."""
+    read, written = plan.read_bytes + plan.spill_read_bytes, plan.spill_written_bytes
+    return f"{megabytes(read)} read per update, which does not wear a disk; " + (f"{megabytes(written)} written, which does" if written else "nothing written")
+
+
+def by_hand(fixed: Mapping[str, Any]) -> str:
+    """Choices as flags."""
+    flags = []
+    for field, value in fixed.items():
+        name = "adapters" if field == "adapter" else field.replace("_", "-")
+        if isinstance(value, bool):
+            flags.append(f"--{'' if value else 'no-'}{name}")
+        else:
+            flags.append(f"--{name} {'all' if field == 'resident' and value == ALL else value}")
+    return " ".join(flags)
+
+
+def facts(plan: Plan, speeds: Speeds) -> dict[str, Any]:
+    """A plan as JSON values."""
+    return {
+        "strategy": dataclasses.asdict(plan.strategy),
+        "predicted_bytes": plan.total_bytes,
+        "predicted_arrays_bytes": plan.arrays_peak_bytes,
+        "base_bytes": plan.base_bytes,
+        "peak_phase": plan.peak_phase,
+        "by_part": plan.by_part(),
+        "by_phase": plan.by_phase(),
+        "file_bytes": plan.file_bytes,
+        "read_bytes_per_update": plan.read_bytes + plan.spill_read_bytes,
+        "written_bytes_per_update": plan.spill_written_bytes,
+        "flops_per_update": plan.flops,
+        "evaluations_per_update": plan.evaluations,
+        "compute_seconds_per_update": plan.compute_seconds(speeds),
+        "disk_seconds_per_update": plan.disk_seconds(speeds),
+        "seconds_per_update": plan.seconds(speeds),
+        "speeds": dataclasses.asdict(speeds),
+    }
+
+
+def workload_facts(workload: Workload) -> dict[str, Any]:
+    """What a plan is made for, as JSON values."""
+    fields = [field.name for field in dataclasses.fields(workload) if field.name not in ("spec", "modules")]
+    return {name: getattr(workload, name) for name in fields} | {"modules": len(workload.modules), "layers": workload.spec.num_layers}
+
+
+def tensor_facts(plan: Plan) -> list[dict[str, Any]]:
+    """Every tensor of a step, as JSON values."""
+    return [
+        {"name": t.name, "part": t.part, "shape": list(t.shape), "dtype": t.dtype, "count": t.count, "bytes": t.bytes, "phases": sorted(t.phases)}
+        for t in plan.tensors
+    ]
+
+
+def print_tables(console: Console, plan: Plan) -> None:
+    """By part and phase, then the largest tensors of the fullest phase."""
+    phases = list(plan.by_phase())
+    by_phase = {phase: plan.by_part(phase) for phase in phases}
+    style = box.SIMPLE if console.is_terminal else None
+    table = Table("MB", *(Column(phase, justify="right") for phase in phases), box=style, title="memory by part and phase", title_justify="left")
+    for part in PARTS:
+        if any(part in found for found in by_phase.values()):
+            table.add_row(part, *(_cell(found.get(part, 0)) for found in by_phase.values()))
+    table.add_row("together", *(_cell(sum(found.values())) for found in by_phase.values()), style="bold")
+    largest = sorted((tensor for tensor in plan.tensors if plan.peak_phase in tensor.phases), key=lambda tensor: -tensor.bytes)[:LARGEST]
+    right = ("shape", "type", "count", "MB")
+    columns = ["part", "tensor", *(Column(name, justify="right") for name in right)]
+    tensors = Table(*columns, box=style, title=f"the largest in the phase '{plan.peak_phase}'", title_justify="left")
+    for tensor in largest:
+        shape = " x ".join(map(str, tensor.shape)) if tensor.part not in ("slack", "base") else ""
+        tensors.add_row(tensor.part, tensor.name, shape, tensor.dtype if shape else "", str(tensor.count) if shape else "", _cell(tensor.bytes))
+    for each in (table, "", tensors, ""):
+        console.print(each)
+
+
+def print_matrix(console: Console, models: list[dict[str, Any]], devices: list[str]) -> None:
+    """Models by devices: `models` as `plan_command` finds them."""
+    style = box.SIMPLE if console.is_terminal else None
+    table = Table("model", *(Column(name, justify="right") for name in ("least, MB", "fastest, MB")), *devices, box=style)
+    for row in models:
+        table.add_row(row["model"], _cell(row["least_bytes"]), _cell(row["fastest_bytes"]), *(row["verdicts"][name] for name in devices))
+    console.print(table)
+    console.print("")
+
+
+def print_lines(console: Console, lines: Mapping[str, str]) -> None:
+    """Name and text, one under the other."""
+    width = max(map(len, lines))
+    for name, text in lines.items():
+        console.print(f"{name:<{width}}  {text}", soft_wrap=not console.is_terminal)
+
+
+def _cell(size_bytes: int) -> str:
+    return f"{size_bytes / 1e6:,.1f}" if size_bytes else ""

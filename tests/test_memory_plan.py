@@ -20,7 +20,7 @@ from mesp_mlx.memory.plan import Plan, Speeds, Workload
 from mesp_mlx.memory.strategy import ALL, Strategy
 from mesp_mlx.model.model import build
 from mesp_mlx.model.spec import load_spec, read_config
-from mesp_mlx.model.stages import Batch
+from mesp_mlx.model.stages import Batch, Dropout
 from mesp_mlx.stream.run_file import RunFile
 from mesp_mlx.stream.safetensors import read_folder
 from mesp_mlx.stream.shelves import shelves
@@ -46,7 +46,7 @@ STRATEGIES = {
     "least": None,
     "least, adapter in the file": None,
 }
-CASES = {"256, adam": (256, 1, 8, "adam"), "512, rank 32": (512, 1, 32, "sgd"), "4 x 128": (128, 4, 4, "sgd")}
+CASES = {"256, adam": (256, 1, 8, "adam"), "512, rank 32": (512, 1, 32, "sgd"), "4 x 128": (128, 4, 4, "sgd"), "256, dropout": (256, 1, 8, "sgd")}
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +58,8 @@ def workload(folder: Any, case: str, backend: Any, clip: bool = False) -> Worklo
     width, rows, rank, optimizer = CASES[case]
     spec = load_spec(read_config(folder))
     moments = {"sgd": 0, "adam": 2}[optimizer]
-    return Workload(spec, tuple(adapters.choose_modules(spec)), backend=backend.arrays.name, rank=rank, moments=moments, clip=clip, rows=rows, width=width)
+    fields = {"backend": backend.arrays.name, "rank": rank, "moments": moments, "clip": clip, "rows": rows, "width": width}
+    return Workload(spec, tuple(adapters.choose_modules(spec)), **fields, dropout="dropout" in case)
 
 
 def planned(load: Workload, name: str) -> Plan:
@@ -76,7 +77,8 @@ def step(folder: Any, backend: Any, plan: Plan, tmp_path: Any, steps: int = 2, b
     for first in range(0, load.rows, group):
         part = tokens[first : first + group]
         mask, numbers = np.ones((len(part), load.width), bool), tuple(range(first, first + len(part)))
-        batches.append(Batch(Group(part[:, :-1], part[:, 1:], mask, numbers, (load.width,) * len(part))))
+        drop = Dropout(0, 0, 0.1) if load.dropout else None
+        batches.append(Batch(Group(part[:, :-1], part[:, 1:], mask, numbers, (load.width,) * len(part)), drop))
 
     def apply(name: str, gradient: Any) -> None:
         optimizer.apply(adapter, name, gradient, 1e-5)

@@ -9,6 +9,7 @@ from mesp_mlx.memory import tiles
 from mesp_mlx.memory.table import ATTENTION, Row, Shape
 from mesp_mlx.model.spec import PROJECTIONS
 
+DRAWN_TOKENS = 64  # of which dropout's numbers are drawn at a time
 UNPACKING = 1.25  # bytes of a tile while it is dequantised, over the tile's: codes become numbers of the activations' size beside the bytes they were in
 
 
@@ -71,6 +72,16 @@ def mlp_backward(shape: Shape, layer: int) -> list[Row]:
         [_act(shape, "h", width), _sum(shape, "dx, its next term", width, 2), _act(shape, "g, u, phi, slope", f, 4), *_width_tiles(shape, 3)],
         [_act(shape, "h", width), _sum(shape, "dx, two terms", width, 3), _act(shape, "g, u, z and gradients", f, 6), *_width_tiles(shape, 1)],
     )
+
+
+def dropout(shape: Shape, kind: str) -> list[Row]:
+    """The masks of a stage's modules, what they leave of its inputs, and the numbers that a mask is drawn from; nothing where nothing is dropped."""
+    spec, n = shape.workload.spec, shape.tokens
+    if not shape.workload.dropout:
+        return []
+    widths = [spec.hidden_size] * 3 + [spec.num_heads * spec.head_dim] if kind == "attention" else [spec.hidden_size] * 2 + [spec.intermediate_size]
+    drawn = Row("stage", "numbers that a mask is drawn from", (DRAWN_TOKENS, max(widths)), "float32", 4)
+    return [Row("stage", "dropout's masks", (n, sum(widths)), "bool"), _act(shape, "inputs after dropout", spec.hidden_size, 2), drawn]
 
 
 def layer_forward(shape: Shape, layer: int) -> list[Row]:

@@ -77,7 +77,9 @@ def moments(shape: Shape, phase: str) -> Iterator[Moment]:
     _, mlps, attentions = shape.resident
     edges = {first, workload.first, top, top - mlps, top - mlps + 1, top - attentions, top - attentions + 1}
     for layer in sorted(edge for edge in edges if first <= edge <= top):
-        margin = None if workload.backend != "mlx" else ATTENTION_AHEAD if phase == BACKWARD_ATTENTION else AHEAD
+        # The least plan has the smallest tiles: there memory comes before time.
+        ahead = ATTENTION_AHEAD if phase == BACKWARD_ATTENTION and shape.strategy.query_tile else AHEAD
+        margin = ahead if workload.backend == "mlx" else None
         yield Moment(rest + _stage(shape, phase, layer), _inside(shape, phase, layer), margin)
 
 
@@ -118,18 +120,19 @@ def _stage(shape: Shape, phase: str, layer: int) -> list[Row]:
 
 
 def _inside(shape: Shape, phase: str, layer: int) -> list[Row]:
+    dropout = [row for kind in ([KINDS[phase]] if phase in KINDS else ["attention", "mlp"]) for row in inside.dropout(shape, kind)]
     match phase:
         case "forward attention" | "replay attention":
-            return inside.attention_forward(shape, layer)
+            return inside.attention_forward(shape, layer) + dropout
         case "backward attention":
-            return inside.attention_backward(shape, layer)
+            return inside.attention_backward(shape, layer) + dropout
         case "forward mlp":
-            return inside.mlp_forward(shape)
+            return inside.mlp_forward(shape) + dropout
         case "backward mlp":
-            return inside.mlp_backward(shape, layer)
+            return inside.mlp_backward(shape, layer) + dropout
         case "forward layer":
-            return inside.layer_forward(shape, layer)
-    return inside.layer_backward(shape, layer)
+            return inside.layer_forward(shape, layer) + dropout
+    return inside.layer_backward(shape, layer) + dropout
 
 
 def _input_is_saved(shape: Shape, phase: str) -> bool:

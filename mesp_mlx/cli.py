@@ -6,6 +6,7 @@ import sys
 from typing import Annotated, Any
 
 import typer
+from pydantic import ValidationError
 
 from mesp_mlx import __version__, config, sources
 from mesp_mlx.errors import RunStopped, UserError
@@ -161,7 +162,7 @@ def compare(
 
 @app.command()
 def plan(
-    model: Annotated[str | None, typer.Option(help="a model folder, its config.json, a GGUF file, a Hub id, demo, or a shape as qwen2.5-3b")] = None,
+    model: Annotated[str | None, typer.Option(help="a model folder, a config.json by any name, a GGUF file, a Hub id, demo, or a shape as qwen2.5-3b")] = None,
     data: Annotated[str | None, typer.Option(help="rows to plan for: a folder, a .jsonl file, or demo (default: rows of --seq positions)")] = None,
     config_file: Annotated[str | None, typer.Option("-c", "--config", help="YAML file with settings, as finetune's; flags override it")] = None,
     device: Annotated[str | None, typer.Option(help="a device to plan for instead of this machine, as mac-8gb; a wrong name lists them")] = None,
@@ -213,7 +214,7 @@ def main(arguments: list[str] | None = None) -> None:
     try:
         code = app(arguments or sys.argv[1:] or ["--help"], standalone_mode=False)
     except typer.TyperException as error:
-        code = _fail(error.format_message(), error.exit_code)
+        code = _fail(_said(error), error.exit_code)
     except UserError as error:
         code = _fail(str(error), 2)
     except RunStopped as error:
@@ -224,6 +225,14 @@ def main(arguments: list[str] | None = None) -> None:
         where = f" while writing {error.filename}" if error.filename else ""
         code = _fail(f"no space left on the disk{where}: free some, or choose another --adapter-path or cache folder (MESP_MLX_CACHE)", 2)
     sys.exit(code)
+
+
+def _said(error: typer.TyperException) -> str:
+    """typer's message, but of a value that is no number the one that settings have."""
+    cause, parameter = error.__cause__, getattr(error, "param", None)
+    if isinstance(cause, ValidationError) and parameter is not None:
+        return f"{parameter.opts[-1]}: {sources.found(cause.errors()[0])}"
+    return error.format_message()
 
 
 def _fail(message: str, code: int) -> int:

@@ -178,7 +178,7 @@ def _conditions(settings: Settings, backend: str) -> dict[str, Any]:
     return {
         "data": settings.data,
         "rows_per_update": settings.rows_per_update,
-        "cache_limit_bytes": measure.CACHE_BYTES if backend == "mlx" else None,
+        "cache_limit_bytes": measure.KEEP_BYTES if backend == "mlx" else None,
         "versions": versions,
         "platform": {"system": platform.platform(), "machine": platform.machine(), "processors": os.cpu_count()},
     }

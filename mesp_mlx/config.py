@@ -246,6 +246,9 @@ class Settings(Section):
             raise ValueError(
                 f"gradients applied as they come can't be clipped, and grad_clip is {self.grad_clip:g}: set grad_clip to 0, or gradients to held or spilled"
             )
+        for key, value in self.strategy.fixed.items():
+            if key in _without_effect(self.method, self.tiled_head):
+                raise ValueError(f"strategy.{key} is {value}, which method {self.method} makes no use of: remove it, or take method mesp")
         if self.dry_run and self.try_step:
             raise ValueError("both dry_run and try_step are given: keep one")
         given = self.model_fields_set
@@ -265,6 +268,15 @@ class Settings(Section):
     def optimizer_arguments(self) -> dict[str, Any]:
         """Keyword arguments for the optimizer of mlx.optimizers, learning rate apart."""
         return getattr(self.optimizer_config, self.optimizer).model_dump()
+
+
+def _without_effect(method: str, tiled_head: bool) -> set[str]:
+    """The choices by hand that a method has nothing for."""
+    if method == "backprop":  # one graph of the whole model, whose arrays lie where autodiff puts them
+        return set(Choices.model_fields)
+    if method == "mebp":
+        return {"keep", "hold", "query_tile", "width_tile", "weight_tile"} | (set() if tiled_head else {"vocabulary_tile"})
+    return {"keep", "hold", "checkpoints", "gradients"} if method == "mezo" else set()
 
 
 def default_epochs(rows: int) -> int:

@@ -3,7 +3,7 @@
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -27,12 +27,12 @@ from mesp_mlx.memory import machine, measure
 from mesp_mlx.memory.plan import Plan
 from mesp_mlx.memory.watchdog import Watchdog, leaner
 from mesp_mlx.model import source, weights
-from mesp_mlx.model.convert import require_space
+from mesp_mlx.model.convert import nearest_folder, require_space
 from mesp_mlx.model.model import Model, build
 from mesp_mlx.model.source import ModelFolder
 from mesp_mlx.model.spec import PROJECTIONS, ModelSpec, load_spec, read_config
 from mesp_mlx.report import Report
-from mesp_mlx.stream.run_file import RunFile
+from mesp_mlx.stream.run_file import RunFile, in_memory
 from mesp_mlx.stream.safetensors import Entry, read_folder
 from mesp_mlx.stream.shelves import Shelves, shelves
 from mesp_mlx.stream.store import ALL_STAGES, Store
@@ -111,8 +111,12 @@ def prepare(found: Found, plan: Plan) -> Iterator[Prepared]:
     with ExitStack() as stack:
         file = None
         if plan.strategy.needs_file:
-            folder = Path(settings.adapter_path)
-            folder.mkdir(parents=True, exist_ok=True)
+            folder = nearest_folder(Path(settings.adapter_path))  # the file has no name: nothing is left there
+            if in_memory(folder):
+                raise UserError(
+                    f"the run's temporary file would lie in {folder}, which is in memory itself (a tmpfs). Give an --adapter-path on a disk, or raise "
+                    "--memory, so that nothing goes into the file."
+                )
             file = stack.enter_context(closing(RunFile(folder, plan.file_bytes, backend, bypass_cache=plan.file_bytes > BYPASS_SHARE * machine.total_bytes())))
         places = shelves(plan.strategy, file)
         if settings.resume_adapter_file:
@@ -138,7 +142,7 @@ def run(settings: Settings) -> None:
         KeyboardInterrupt: it was interrupted; what had been trained is saved.
     """
     started = time.perf_counter()
-    folder = _new_folder(settings)
+    folder = Path(settings.adapter_path) if settings.dry_run or settings.try_step else _new_folder(settings)
     files = data_files(settings)
     if settings.resume_adapter_file:
         adapters.read_entries(Path(settings.resume_adapter_file))
@@ -152,7 +156,7 @@ def run(settings: Settings) -> None:
         stack.enter_context(awake())
         for line in config.remarks(settings):
             report.note(line)
-        saved = "nothing was written"
+        saved, last_save = "nothing was written", (0, Path())
         try:
             found = find(settings, files, backend)
             updates = count_updates(settings, len(found.rows.train))
@@ -162,14 +166,26 @@ def run(settings: Settings) -> None:
             predicted = max(plan.total_bytes, measure.process_peak_bytes())  # what came before may have been more than what is to come
             if settings.dry_run:
                 return
+            measure.keep_freed(arrays, plan.keep_bytes)
             prepared = stack.enter_context(prepare(found, plan))
             model, rows, adapter = prepared.model, prepared.rows, prepared.adapter
 
             def save(name: str) -> Path:
+                nonlocal last_save
                 with interrupts.held():
                     file = adapters.save(folder, adapter, backend, name)
                     write_config(folder, settings, prepared.spec, prepared.source)  # last: where nothing could be saved, no config claims a run
+                    last_save = optimizer.applied, file
                     return file
+
+            def rescue() -> str:
+                """Saves what was trained, where it is whole and was not saved yet; says where the last is."""
+                applied, _ = last_save
+                if optimizer.applied > applied and optimizer.between_updates(len(adapter)):
+                    with suppress(Exception):  # the failure itself is what must be told
+                        save(adapters.ADAPTER_FILE)
+                applied, file = last_save
+                return f"the adapter after {applied // len(adapter)} updates is in {file}" if applied else "nothing was saved"
 
             def relieve() -> None:
                 store.drop_resident()
@@ -180,7 +196,8 @@ def run(settings: Settings) -> None:
                 smaller = watchdog.after_update()
                 return smaller and build_model(found, smaller)
 
-            budget = max(planning.room_of(found).budget_bytes, plan.total_bytes)
+            room = planning.room_of(found, plan.base_bytes)
+            budget = max(planning.budget_bytes(room, plan.workload, settings.strategy.fixed), plan.total_bytes)
             watchdog = Watchdog(plan, budget, relieve, lambda: save(adapters.ADAPTER_FILE), report.note)
             store = stack.enter_context(prepared.store(watchdog))
             optimizer = optim.make(settings.optimizer, settings.optimizer_arguments, backend, prepared.shelves.adapter)
@@ -220,6 +237,10 @@ def run(settings: Settings) -> None:
                 before, after = train(training)
             except KeyboardInterrupt:
                 saved = f"the adapter as it stands is in {save(adapters.ADAPTER_FILE)}"
+                raise
+            except Exception:
+                if optimizer.applied:
+                    report.note(f"the run failed: {rescue()}")
                 raise
             saved = f"the adapter is in {folder / adapters.ADAPTER_FILE}"
             replies = tokens.decode(prepared.source.folder, [reply_before, reply()]) if settings.reply_tokens else [None, None]

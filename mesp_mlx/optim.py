@@ -22,13 +22,18 @@ Rule = Callable[[Any, Any, dict[str, Any], int, float], Any]
 
 @dataclass
 class Optimizer:
-    """An optimizer and what it remembers: the number of updates made, and each tensor's moments, by adapter tensor name, on a shelf."""
+    """An optimizer and what it remembers: the number of updates begun, and each tensor's moments, by adapter tensor name, on a shelf.
+
+    begun and applied count tensors, of all updates: those that `apply` was given, and those that it is done with.
+    """
 
     backend: Any
     rule: Rule
     slots: tuple[str, ...]
     shelf: Shelf = IN_MEMORY.adapter
     updates: int = 0
+    begun: int = 0
+    applied: int = 0
     state: dict[str, Any] = field(default_factory=dict)
 
     def start_update(self) -> None:
@@ -37,6 +42,7 @@ class Optimizer:
 
     def apply(self, adapter: dict[str, Any], name: str, gradient: Any, learning_rate: float) -> None:
         """Replace one tensor of the adapter, in the update that `start_update` began."""
+        self.begun += 1
         parameter = fetch(adapter[name])
         if self.slots and name not in self.state:
             self.state[name] = self.shelf.put({slot: self.backend.arrays.zeros(parameter.shape, parameter.dtype) for slot in self.slots})
@@ -46,6 +52,11 @@ class Optimizer:
         replace(adapter, name, new)
         if self.slots:
             replace(self.state, name, state)
+        self.applied += 1
+
+    def between_updates(self, tensors: int) -> bool:
+        """Whether an adapter of so many tensors is whole: all of them are of the same update."""
+        return self.begun == self.applied and self.applied % tensors == 0
 
 
 def make(name: str, options: Mapping[str, Any], backend: Any, shelf: Shelf = IN_MEMORY.adapter) -> Optimizer:

@@ -20,7 +20,7 @@ from mesp_mlx.memory import plan as plans
 from mesp_mlx.memory.choose import DoesNotFit
 from mesp_mlx.memory.devices import Device
 from mesp_mlx.memory.machine import Memory
-from mesp_mlx.memory.plan import Plan, Speeds, Workload
+from mesp_mlx.memory.plan import Plan, Speeds
 from mesp_mlx.model import source
 from mesp_mlx.model.shapes import SHAPES
 from mesp_mlx.model.spec import ModelSpec
@@ -68,6 +68,20 @@ def run(config_file: str | None, flags: dict[str, Any], asked: Asked) -> int:
     Raises:
         UserError: something the user can change.
     """
+    try:
+        return _run(config_file, flags, asked)
+    except UserError as error:
+        raise UserError(_own_flags(str(error))) from None
+
+
+def _own_flags(message: str) -> str:
+    """A message that names finetune's flags, for this verb."""
+    return message.replace("--max-seq-length", "--seq").replace("--batch-size", "--batch")
+
+
+def _run(config_file: str | None, flags: dict[str, Any], asked: Asked) -> int:
+    if asked.matrix and (asked.device or asked.find):
+        raise UserError(f"--devices plans for all devices: remove {'--device' if asked.device else '--find'}")
     data, model = flags.get("data"), flags.get("model")
     if model is None and asked.matrix:
         flags = flags | {"model": next(iter(SHAPES))}
@@ -106,7 +120,7 @@ def _one(
     """The figures, the lines to print, and the plan, of one model: the least one where none fits."""
     spec = shape.spec
     modules = adapters.choose_modules(spec, settings.num_layers, settings.lora_parameters.keys)
-    rows, updates = None, None
+    rows, updates = None, -(-settings.iters // settings.grad_accumulation_steps) if settings.iters else None
     counts: tuple[int, int, int | None] = (settings.rows_per_update, asked.seq or min(SEQ, spec.max_positions), None)
     if data:
         if shape.folder is None:
@@ -123,19 +137,29 @@ def _one(
     try:
         plan = planning.within(room, load, fixed)
     except DoesNotFit as error:
-        plan, why = error.plan, str(error)
+        plan, why = error.plan, _own_flags(str(error))
     speeds, measured = _speeds(arrays, device, shape.folder)
-    seconds = planning.run_seconds(plan, speeds, rows, settings, updates) if rows and updates else None
-    verdict = "does not fit" if why else devices.judged(room.budget_bytes, min(plan.total_bytes, least_bytes(load, fixed, room.base_bytes)))
+
+    def seconds_of(plan: Plan) -> float:
+        return planning.run_seconds(plan, speeds, rows, settings, updates) if rows and updates else (updates or 1) * plan.seconds(speeds)
+
+    seconds = seconds_of(plan) if updates else None
+    budget = max(planning.budget_bytes(room, load, fixed), 0 if why else plan.total_bytes)
+    whose = f"{device.title} leaves one app" if device else "this machine can give"
+    verdict = "does not fit" if why else devices.judged(room.budget_bytes, min(plan.total_bytes, planning.least_bytes(load, fixed, room.base_bytes)))
     lines = {
         "model": f"{shape.name} ({spec.model_type}), {spec.num_layers} layers; {len(modules)} modules of rank {load.rank}, {load.adapter_bytes / 1e6:,.1f} MB; "
         f"method {load.method} on {load.backend}, activations of {8 * load.itemsize} bits",
         "update": f"{load.rows} row{'' if load.rows == 1 else 's'} of {load.width:,} positions" + (" (the fullest update)" if rows else ""),
-        **plan_report.body(plan, settings.memory, room.budget_bytes),
+        **plan_report.body(plan, planning.allowed(room, budget, whose)),
         "time": plan_report.time(plan, speeds, measured, seconds, updates),
     }
+    if more := planning.faster(room, load, fixed):
+        lines["more"] = plan_report.faster(more, 1 - seconds_of(more) / seconds_of(plan))
+    if settings.epochs and not rows:
+        lines["epochs"] = "how many updates they are takes the rows: give --data, or --iters instead"
     content = {
-        "model": shape.name, "memory": settings.memory, "budget_bytes": room.budget_bytes, "device": device.name if device else None,
+        "model": shape.name, "memory": settings.memory, "budget_bytes": budget, "limit_bytes": room.budget_bytes, "device": device.name if device else None,
         "verdict": verdict, "reason": why, "updates": updates, "seconds": seconds, "speeds_measured": measured,
         "workload": plan_report.workload_facts(load), **plan_report.facts(plan, speeds), "tensors": plan_report.tensor_facts(plan),
     }  # fmt: skip
@@ -147,16 +171,12 @@ def _one(
         content["find"] = {asked.find: largest}
         what = {"seq": "longest row, in positions", "batch": "most rows of an update", "rank": "highest rank"}[asked.find]
         lines[f"largest {asked.find}"] = f"{largest:,}: the {what}, that fits with the least plan" if largest else f"no {asked.find} fits"
-    lines["verdict"] = plan_report.verdict(verdict, why, room.budget_bytes, settings.memory, device.title if device else None)
+    lines["verdict"] = plan_report.verdict(
+        verdict, why, room.budget_bytes, whose if room.cut or not isinstance(room.asked, int) else f"--memory {room.memory} allows"
+    )
     if device:
         lines["device"] = ("estimated: " if device.estimate else "") + device.source
     return content, lines, plan
-
-
-def least_bytes(load: Workload, fixed: dict[str, Any], base_bytes: int) -> int:
-    """The smallest peak there is, with choices by hand."""
-    places: tuple[Literal["memory", "file"], ...] = ("memory", "file")
-    return min(plans.make(load, replace(choose.least(load, place), **fixed), base_bytes).total_bytes for place in places)
 
 
 def _matrix(settings: Settings, asked: Asked, arrays: Arrays, models: list[str]) -> tuple[dict[str, Any], dict[str, str], bool]:
@@ -169,7 +189,7 @@ def _matrix(settings: Settings, asked: Asked, arrays: Arrays, models: list[str])
         width, size = min(asked.seq or SEQ, spec.max_positions), _itemsize(asked.dtype, arrays, spec)
         load = planning.shaped(settings, spec, modules, arrays.name, size, arrays.on_cpu, settings.rows_per_update, width, None)
         fixed, base = settings.strategy.fixed, BASE_BYTES[arrays.name]
-        least = least_bytes(load, fixed, base)
+        least = planning.least_bytes(load, fixed, base)
         fastest = plans.make(load, replace(choose.fastest(load), **fixed), base).total_bytes
         verdicts = {device.name: devices.verdict(device, least) for device in devices.DEVICES}
         found.append({"model": shape.name, "width": width, "rows": load.rows, "least_bytes": least, "fastest_bytes": fastest, "verdicts": verdicts})

@@ -1,16 +1,16 @@
 """A plan in words, tables and JSON values. Sizes come in bytes and are printed in MB = 10^6 bytes."""
 
 import dataclasses
-import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich import box
 from rich.console import Console
 from rich.table import Column, Table
 
+from mesp_mlx.memory.choose import as_budget
 from mesp_mlx.memory.plan import PARTS, Plan, Speeds, Workload
-from mesp_mlx.memory.strategy import ALL, Strategy
+from mesp_mlx.memory.strategy import ALL
 from mesp_mlx.report import duration, megabytes
 
 LARGEST = 8  # tensors named
@@ -23,29 +23,30 @@ KEPT = {
 }
 
 
-def short(plan: Plan, memory: str, budget_bytes: int, peak_bytes: int, others_bytes: int, seconds: float, updates: int) -> dict[str, str]:
+def short(plan: Plan, allowed: str, peak_bytes: int, others_bytes: int, seconds: float, updates: int) -> dict[str, str]:
     """The short form, line by line.
 
-    peak_bytes: that the operating system will count; others_bytes: what other programs hold; seconds: of all updates.
+    allowed: what --memory allows, in words; peak_bytes: that the operating system will count; others_bytes: what closing other programs would give to the
+    plan; seconds: of all updates.
     """
-    lines = body(plan, memory, budget_bytes, peak_bytes)
-    if memory == "auto" and others_bytes and not fast(plan.strategy):
+    lines = body(plan, allowed, peak_bytes)
+    if others_bytes and not fast(plan):
         lines["memory"] += f"; closing other programs would give up to {megabytes(others_bytes)} more"
     return lines | {"time": f"about {duration(seconds / max(1, updates))} per update, {duration(seconds)} in all"}
 
 
 def faster(plan: Plan, saved: float) -> str:
     """What more memory than auto takes would buy; `saved` is the part of the time."""
-    size = f"--memory {math.ceil(plan.total_bytes / 1e6) + 1}MB"
+    size = f"--memory {as_budget(plan.total_bytes)}"
     return f"{size} would take about {saved:.0%} less time" if saved >= 0.01 else f"no plan is more than a hundredth faster than this one (up to {size})"
 
 
-def body(plan: Plan, memory: str, budget_bytes: int, peak_bytes: int | None = None) -> dict[str, str]:
+def body(plan: Plan, allowed: str, peak_bytes: int | None = None) -> dict[str, str]:
     """What both forms say of a plan."""
     peak = f"{megabytes(peak_bytes or plan.total_bytes)} predicted peak, {megabytes(plan.arrays_peak_bytes)} of it arrays (in the phase '{plan.peak_phase}')"
     return {
         "strategy": words(plan),
-        "memory": f"{peak}; --memory {memory}" + ("" if memory in ("least", "fastest") else f": {megabytes(budget_bytes)} may be taken"),
+        "memory": f"{peak}; {allowed}",
         "disk": disk(plan),
     }
 
@@ -59,22 +60,21 @@ def time(plan: Plan, speeds: Speeds, measured: bool, seconds: float | None, upda
     return line + (f"; {updates:,} updates in {seconds / 60:,.1f} minutes" if seconds is not None and updates else "")
 
 
-def verdict(found: str, reason: str | None, limit_bytes: int, memory: str, device: str | None) -> str:
+def verdict(found: str, reason: str | None, limit_bytes: int, whose: str) -> str:
     """The verdict in words, with what would make it fit."""
-    whose = f"{device} leaves one app" if device and memory == "auto" else f"--memory {memory} allows"
     return f"{found} within the {megabytes(limit_bytes)} that {whose}" + (f": {reason}" if reason else "")
 
 
-def fast(strategy: Strategy) -> bool:
+def fast(plan: Plan) -> bool:
     """Whether more memory would make a plan no faster."""
-    return strategy.resident == ALL and strategy.keep == "all" and not strategy.needs_file
+    strategy, mesp = plan.strategy, plan.workload.method == "mesp"
+    return _resident(plan) == _stages(plan) and (strategy.keep == "all" or not mesp) and not strategy.needs_file
 
 
 def words(plan: Plan) -> str:
     """A strategy in words."""
     strategy, workload = plan.strategy, plan.workload
-    stages = 2 * workload.spec.num_layers + 1
-    count = stages if strategy.resident == ALL or workload.method == "backprop" else min(strategy.resident, stages)
+    stages, count = _stages(plan), _resident(plan)
     parts = []
     if count == stages:
         parts.append("all weights stay in memory")
@@ -152,31 +152,32 @@ def print_tables(console: Console, plan: Plan) -> None:
     """By part and phase, then the largest tensors of the fullest phase."""
     phases = list(plan.by_phase())
     by_phase = {phase: plan.by_part(phase) for phase in phases}
-    style = box.SIMPLE if console.is_terminal else None
-    table = Table("MB", *(Column(phase, justify="right") for phase in phases), box=style, title="memory by part and phase", title_justify="left")
-    for part in PARTS:
-        if any(part in found for found in by_phase.values()):
-            table.add_row(part, *(_cell(found.get(part, 0)) for found in by_phase.values()))
-    table.add_row("together", *(_cell(sum(found.values())) for found in by_phase.values()), style="bold")
+    rows = [[part, *(_cell(found.get(part, 0)) for found in by_phase.values())] for part in PARTS if any(part in found for found in by_phase.values())]
+    rows.append(["together", *(_cell(sum(found.values())) for found in by_phase.values())])
+    tables = _pieces(console, ["MB", *phases], rows, right=len(phases))
+    tables[0].title, tables[0].title_justify = "memory by part and phase", "left"
     largest = sorted((tensor for tensor in plan.tensors if plan.peak_phase in tensor.phases), key=lambda tensor: -tensor.bytes)[:LARGEST]
-    right = ("shape", "type", "count", "MB")
-    columns = ["part", "tensor", *(Column(name, justify="right") for name in right)]
-    tensors = Table(*columns, box=style, title=f"the largest in the phase '{plan.peak_phase}'", title_justify="left")
+    right = (Column(name, justify="right", no_wrap=True) for name in ("shape", "type", "count", "MB"))
+    tensors = Table(
+        Column("part", no_wrap=True),
+        Column("tensor", overflow="fold"),
+        *right,
+        box=_style(console),
+        title=f"the largest in the phase '{plan.peak_phase}'",
+        title_justify="left",
+    )
     for tensor in largest:
         shape = " x ".join(map(str, tensor.shape)) if tensor.part not in ("slack", "base") else ""
         tensors.add_row(tensor.part, tensor.name, shape, tensor.dtype if shape else "", str(tensor.count) if shape else "", _cell(tensor.bytes))
-    for each in (table, "", tensors, ""):
+    for each in (*tables, "", tensors, ""):
         console.print(each)
 
 
 def print_matrix(console: Console, models: list[dict[str, Any]], devices: list[str]) -> None:
     """Models by devices: `models` as `plan_command` finds them."""
-    style = box.SIMPLE if console.is_terminal else None
-    table = Table("model", *(Column(name, justify="right") for name in ("least, MB", "fastest, MB")), *devices, box=style)
-    for row in models:
-        table.add_row(row["model"], _cell(row["least_bytes"]), _cell(row["fastest_bytes"]), *(row["verdicts"][name] for name in devices))
-    console.print(table)
-    console.print("")
+    rows = [[row["model"], _cell(row["least_bytes"]), _cell(row["fastest_bytes"]), *(row["verdicts"][name] for name in devices)] for row in models]
+    for each in (*_pieces(console, ["model", "least, MB", "fastest, MB", *devices], rows, right=2), ""):
+        console.print(each)
 
 
 def print_lines(console: Console, lines: Mapping[str, str]) -> None:
@@ -184,6 +185,50 @@ def print_lines(console: Console, lines: Mapping[str, str]) -> None:
     width = max(map(len, lines))
     for name, text in lines.items():
         console.print(f"{name:<{width}}  {text}", soft_wrap=not console.is_terminal)
+
+
+def _pieces(console: Console, names: Sequence[str], rows: Sequence[Sequence[str]], right: int) -> list[Table]:
+    """A table, in as many pieces as the console is too narrow for, each with the first column; `right` columns after that one are numbers.
+
+    Where it would take pieces, names are broken between words first.
+    """
+
+    def widths(names: Sequence[str]) -> list[int]:
+        lines = [name.split("\n") for name in names]
+        return [3 + max(map(len, (*above, *(row[column] for row in rows)))) for column, above in enumerate(lines)]
+
+    if sum(widths(names)) >= console.width:
+        names = [name.replace(" ", "\n") for name in names]
+    pieces: list[list[int]] = [[]]
+    taken, (first, *others) = 0, widths(names)
+    for column, width in enumerate(others, start=1):
+        if pieces[-1] and 1 + first + taken + width > console.width:
+            pieces.append([])
+            taken = 0
+        pieces[-1].append(column)
+        taken += width
+    tables = []
+    for piece in pieces:
+        numbers = (Column(names[column], justify="right" if column <= right else "left", no_wrap=True) for column in piece)
+        table = Table(Column(names[0], no_wrap=True), *numbers, box=_style(console))
+        for row in rows:
+            table.add_row(row[0], *(row[column] for column in piece), style="bold" if row[0] == "together" else None)
+        tables.append(table)
+    return tables
+
+
+def _style(console: Console) -> box.Box | None:
+    return box.SIMPLE if console.is_terminal else None
+
+
+def _stages(plan: Plan) -> int:
+    return 2 * plan.workload.spec.num_layers + 1
+
+
+def _resident(plan: Plan) -> int:
+    """Stages whose weights stay in memory."""
+    stages, resident = _stages(plan), plan.strategy.resident
+    return stages if resident == ALL or plan.workload.method == "backprop" else min(resident, stages)
 
 
 def _cell(size_bytes: int) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
@@ -51,9 +51,19 @@ class Room:
     working_set_bytes: int | None = None
 
     @property
+    def asked(self) -> Literal["auto", "least", "fastest"] | int:
+        """What --memory means here."""
+        return choose.parse_budget(self.memory, self.have.total_bytes)
+
+    @property
+    def cut(self) -> bool:
+        """Whether a size was given that the machine does not have."""
+        return isinstance(self.asked, int) and self.asked > self.have.most_bytes
+
+    @property
     def budget_bytes(self) -> int:
         """What the process may take in all: the size that was given, as far as the machine has it, or what the machine can spare."""
-        given = choose.parse_budget(self.memory, self.have.total_bytes)
+        given = self.asked
         if isinstance(given, int):
             return min(given, self.have.most_bytes)
         spare = self.have.available_bytes if self.working_set_bytes is None else min(self.have.available_bytes, self.working_set_bytes + self.base_bytes)
@@ -76,18 +86,35 @@ def decide(found: "Found", updates: int, report: Report) -> Plan:
         speeds = machine.with_writing(speeds, nearest_folder(Path(settings.adapter_path)))
     seconds = run_seconds(plan, speeds, found.rows, settings, updates)
     peak = max(plan.total_bytes, room.peak_bytes)
-    budget = min(room.budget_bytes, choose.flat_bytes(load, room.base_bytes, settings.strategy.fixed)) if room.memory == "auto" else room.budget_bytes
-    lines = plan_report.short(plan, room.memory, max(budget, plan.total_bytes), peak, room.have.others_bytes, seconds, updates)
-    if room.memory == "auto" and (faster := _faster(room, load, settings.strategy.fixed)):
-        lines["more"] = plan_report.faster(faster, 1 - run_seconds(faster, speeds, found.rows, settings, updates) / seconds)
+    budget = max(budget_bytes(room, load, settings.strategy.fixed), plan.total_bytes)
+    binds = room.asked == "auto" and room.budget_bytes <= budget  # what others hold, and not that auto stays flat
+    lines = plan_report.short(plan, allowed(room, budget), peak, room.have.others_bytes if binds else 0, seconds, updates)
+    if more := faster(room, load, settings.strategy.fixed):
+        lines["more"] = plan_report.faster(more, 1 - run_seconds(more, speeds, found.rows, settings, updates) / seconds)
     report.panel(
         "plan",
         "plan",
         lines,
-        plan_report.facts(plan, speeds)
-        | {"memory": room.memory, "budget_bytes": room.budget_bytes, "predicted_peak_bytes": peak, "updates": updates, "seconds": seconds},
+        plan_report.facts(plan, speeds) | {"memory": room.memory, "budget_bytes": budget, "predicted_peak_bytes": peak, "updates": updates, "seconds": seconds},
     )
     return plan
+
+
+def budget_bytes(room: Room, load: Workload, fixed: Mapping[str, Any]) -> int:
+    """What a run may take: what its room allows, and as long as nobody says how much, no more than stays flat."""
+    return min(room.budget_bytes, choose.flat_bytes(load, room.base_bytes, fixed)) if room.asked == "auto" else room.budget_bytes
+
+
+def allowed(room: Room, budget: int, whose: str = "this machine can give") -> str:
+    """--memory and what it allows, in words."""
+    if room.asked in ("least", "fastest"):
+        return f"--memory {room.memory}"
+    return f"--memory {room.memory}" + (f", cut to the {megabytes(budget)} that {whose}" if room.cut else f": {megabytes(budget)} may be taken")
+
+
+def least_bytes(load: Workload, fixed: Mapping[str, Any], base_bytes: int) -> int:
+    """The smallest peak there is, with choices by hand."""
+    return min(plans.make(load, dataclasses.replace(choose.least(load, place), **fixed), base_bytes).total_bytes for place in choose.PLACES)
 
 
 def try_step(run: Run, plan: Plan) -> None:
@@ -126,11 +153,12 @@ def within(room: Room, load: Workload, fixed: Mapping[str, Any]) -> Plan:
     Raises:
         UserError: it does not fit; the message says what would help.
     """
-    asked = choose.parse_budget(room.memory, room.have.total_bytes)
+    asked = room.asked
     if isinstance(asked, int) and asked < room.peak_bytes:
+        needed = max(room.peak_bytes, least_bytes(load, fixed, room.base_bytes))
         raise UserError(
             f"--memory {room.memory}: before the first step this process has taken {megabytes(room.peak_bytes)} already: the interpreter, its libraries, "
-            "reading the model's shape and the rows. Give more than that."
+            f"reading the model's shape and the rows. Raise --memory to {choose.as_budget(needed)}."
         )
     typical, budget = machine.typical(load.on_cpu), room.budget_bytes
     try:
@@ -141,9 +169,10 @@ def within(room: Room, load: Workload, fixed: Mapping[str, Any]) -> Plan:
         else:
             plan = _automatic(room, load, fixed)
     except DoesNotFit as error:
-        raise DoesNotFit(_advice(str(error), room, load, fixed, asked), error.plan) from None
+        raise DoesNotFit(_advice(str(error), error.plan, room, fixed), error.plan) from None
     # Rows shorter than the widest then come in groups of no more positions than the plan counts.
-    return plans.make(load, dataclasses.replace(plan.strategy, group_tokens=plan.shape.tokens), room.base_bytes)
+    plan = plans.make(load, dataclasses.replace(plan.strategy, group_tokens=plan.shape.tokens), room.base_bytes)
+    return plan if asked == "least" else plans.roomier(plan, budget_bytes(room, load, fixed))
 
 
 def workload(found: "Found", updates: int = 1) -> Workload:
@@ -163,7 +192,13 @@ def rows_shape(settings: Settings, rows: Rows, updates: int) -> tuple[int, int, 
 def shaped(
     settings: Settings, spec: ModelSpec, modules: Sequence[str], backend: str, itemsize: int, cpu: bool, rows: int, width: int, supervised: int | None
 ) -> Workload:
-    """The workload of settings on a model, for rows of that width."""
+    """The workload of settings on a model, for rows of that width.
+
+    Raises:
+        UserError: the rank is above the model's width.
+    """
+    if settings.lora_parameters.rank > spec.hidden_size:
+        raise UserError(f"--rank is {settings.lora_parameters.rank}, above the model's width of {spec.hidden_size}, which no update can fill. Lower it.")
     return Workload(
         spec=spec,
         modules=tuple(modules),
@@ -243,24 +278,26 @@ def _automatic(room: Room, load: Workload, fixed: Mapping[str, Any]) -> Plan:
     return choose.choose(load, max(spare, room.have.most_bytes), room.base_bytes, typical, fixed)
 
 
-def _faster(room: Room, load: Workload, fixed: Mapping[str, Any]) -> Plan | None:
+def faster(room: Room, load: Workload, fixed: Mapping[str, Any]) -> Plan | None:
     """The fastest plan that the machine has room for, where auto, which stays flat, may not take it."""
+    if room.asked != "auto":
+        return None
     budget = room.budget_bytes - int(MARGIN * room.have.total_bytes)
     if choose.flat_bytes(load, room.base_bytes, fixed) >= budget:
         return None
     return choose.choose(load, budget, room.base_bytes, machine.typical(load.on_cpu), fixed)
 
 
-def _advice(reason: str, room: Room, load: Workload, fixed: Mapping[str, Any], asked: Any) -> str:
+def _advice(reason: str, plan: Plan, room: Room, fixed: Mapping[str, Any]) -> str:
     """A refusal with what else would help."""
     more = []
     if fixed:
         more.append(f"Chosen by hand: {plan_report.by_hand(fixed)}; leave that to the plan.")
-    if asked == "fastest":
+    if room.asked == "fastest":
         more.append("--memory auto takes the fastest plan that fits.")
-    if not isinstance(asked, int) and room.have.others_bytes > 0:
+    if not isinstance(room.asked, int) and room.have.others_bytes > 0:
         more.append(f"Closing other programs would give up to {megabytes(room.have.others_bytes)}.")
-    if fixed.get("adapter") != "file" and load.adapter_bytes > 0:
+    if plan.strategy.adapter == "memory" and plan.workload.method != "backprop" and plan.workload.adapter_bytes > 0:
         more.append("--adapters file keeps adapter and moments on disk. A smaller --batch-size changes little.")
     return " ".join([reason, *more])
 

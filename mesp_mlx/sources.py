@@ -100,6 +100,11 @@ def _served(layer: dict[str, Any], source: str) -> dict[str, Any]:
         layer["optimizer_config"] = {name: value for name, value in config.items() if name not in LATER_CHOICES["optimizer"]}
     if isinstance(layer["lr_schedule"], str):
         layer["lr_schedule"] = {"name": layer["lr_schedule"]}
+    choices = layer.get("strategy")
+    if isinstance(choices, dict) and "adapters" in choices:  # as the flag is called
+        if "adapter" in choices:
+            raise UserError(f"both {_named('strategy.adapter', source)} and strategy.adapters are given, and mean the same: keep one")
+        layer["strategy"] = {"adapter" if key == "adapters" else key: value for key, value in choices.items()}
     if "target_modules" in layer:
         lora = layer.get("lora_parameters", {})
         if isinstance(lora, dict):
@@ -163,14 +168,24 @@ def _problem(details: Any, layers: list[tuple[str, dict[str, Any]]]) -> str:
         return f"unknown key {name}" + _did_you_mean(path)
     if details["type"] == "value_error" and isinstance(details["input"], dict):
         return f"{name}: {message}"
+    if path == ["memory"] and details["type"] == "string_type":
+        return f"{name}: found {details['input']!r}, expected a size as 2GB or 512MB, a part as 50%, or auto, least or fastest"
+    return f"{name}: {found(details)}"
+
+
+def found(details: Any) -> str:
+    """What one of pydantic's errors found, and what was expected."""
+    message = details["msg"].removeprefix("Value error, ").removeprefix("Input should be ")
     message = WORDS.get(details["type"]) or message.replace("greater than or equal to", "at least").replace("less than or equal to", "at most")
-    return f"{name}: found {details['input']!r}, expected {message.removeprefix('expected ')}"
+    return f"found {details['input']!r}, expected {message.removeprefix('expected ')}"
 
 
 def _source(path: list[str], layers: list[tuple[str, dict[str, Any]]]) -> str:
     """Where the value that was used came from: the last layer that has the key."""
     for source, layer in reversed(layers):
         if path[-1] == "keys" and "target_modules" in layer:
+            return source
+        if path == ["strategy", "adapter"] and isinstance(layer.get("strategy"), dict) and "adapters" in layer["strategy"]:
             return source
         inner: Any = layer
         for part in path:

@@ -101,7 +101,8 @@ def functions(module: Any) -> dict[str, list[str]]:
     return {value.__name__: list(inspect.signature(value).parameters) for value in own if value.__module__ == module.__name__}
 
 
-MLX_ONLY = {"apply", "on_cpu", "wait", "zeros_like"}  # for ordinary MLX code and lazy evaluation
+# For ordinary MLX code and lazy evaluation; and what MLX itself has, only slower on a CPU.
+MLX_ONLY = {"apply", "on_cpu", "wait", "zeros_like", "exp", "sigmoid", "row_sums"}
 
 
 @needs_mlx

@@ -78,7 +78,7 @@ GIVEN = {
 }
 MEZO = ("--method", "mezo")
 ALONE = {"--mezo-epsilon": MEZO, "--mezo-perturbations": MEZO, "--epochs": (), "--alpha": (), "--target-modules": (), "--mask-prompt": ()}
-ALONE |= {"--try-step": (), "--hold": ()}
+ALONE |= {"--try-step": (), "--hold": (), "--method": (), "--tiled-head": ("--method", "mebp")}  # mebp has no use for some choices above
 # What `plan` takes of finetune's, and what it takes besides, with where that arrives.
 PLANNED = {
     "--model", "--data", "--memory", "--rank", "--num-layers", "--keys", "--method", "--optimizer", "--grad-clip", "--iters", "--backend", "--quantize",
@@ -152,12 +152,13 @@ def test_every_flag_of_plan_reaches_it(monkeypatch):
     renamed = {"--matrix", "--json-file", "--config-file", "--hold", "--batch", "--epochs"}
     assert names - renamed == (PLANNED | set(PLAN_ONLY)) - {"--no-hold", "--devices", "--json"}
     own = [word for flag, (value, _) in PLAN_ONLY.items() for word in (flag, value) if word is not None]
-    assert call("plan", *typed(*PLANNED), "--batch", "2", *own, "-c", "x.yaml") == 0
-    assert call("plan", "--model", "m", "--epochs", "8", "--hold") == 0
+    together = PLANNED - {"--method"}  # another than mesp has no use for some of them
+    assert call("plan", *typed(*together), "--batch", "2", *own, "-c", "x.yaml") == 0
+    assert call("plan", "--model", "m", "--epochs", "8", "--hold", *typed("--method")) == 0
     (file, flags, asked), (_, other, _) = seen
     settings = sources.load(None, flags)
-    assert file == "x.yaml" and settings.batch_size == 2 and other["epochs"] == 8 and other["hold"] is True
-    for flag in PLANNED:
+    assert file == "x.yaml" and settings.batch_size == 2 and other["epochs"] == 8 and other["hold"] is True and other["method"] == GIVEN["--method"][0]
+    for flag in together:
         text, arrived = GIVEN[flag]
         assert str(arrived(settings)) == (text if text is not None else "True"), flag
     for flag, (text, arrived) in PLAN_ONLY.items():
@@ -187,7 +188,10 @@ def test_a_file_is_read_and_flags_override_it(ran, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["finetune", "--rank", "x"], "--rank"),
+        (["finetune", "--rank", "x"], "error: --rank: found 'x', expected a whole number"),
+        (["finetune", "--prefetch", "1.5"], "error: --prefetch: found '1.5', expected a whole number"),
+        (["plan", "--grad-clip", "x"], "error: --grad-clip: found 'x', expected a number"),
+        (["plan", "--seq", "0"], "error: --seq: found '0', expected at least 1"),
         (["finetune", "--model", "m", "--data", "d", "--rank", "0"], "error: --rank: found 0, expected at least 1"),
         (["finetune", "--learning-rat", "1"], "--learning-rate"),
         (["finetun"], "finetune"),

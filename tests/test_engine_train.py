@@ -87,3 +87,17 @@ def test_another_model_goes_on_from_one_update_to_the_next(tiny, backend):
     assert [told["train_loss"] for told in told.steps] == pytest.approx([told["train_loss"] for told in whole.steps], rel=1e-6)
     for name, value in want.items():
         assert np.linalg.norm(adapter[name] - value) <= 1e-5 * np.linalg.norm(value), name
+
+
+def test_validation_rows_are_made_a_batch_at_a_time(tiny, monkeypatch):
+    """And the loss is the mean over the tokens of all of them."""
+    with a_run(tiny, reference, LENGTHS, 1, batch_size=3) as run:
+        run = dataclasses.replace(run, rows=dataclasses.replace(run.rows, valid=run.rows.train))
+        want, events, inner = training.validate(run, len(LENGTHS)), [], training.forward
+        make = training.batches.groups
+        monkeypatch.setattr(training.batches, "groups", lambda *given: events.append("made") or make(*given))
+        monkeypatch.setattr(training, "forward", lambda *given: events.append("measured") or inner(*given))
+        assert training.validate(run, len(LENGTHS)) == want > 0
+        assert events == ["made", "measured"] * 3
+        singly = [training.validate(dataclasses.replace(run, rows=dataclasses.replace(run.rows, valid=run.rows.valid[i : i + 1])), 1) for i in range(7)]
+        assert want == pytest.approx(np.average(singly, weights=np.array(LENGTHS) - 1), rel=1e-5)

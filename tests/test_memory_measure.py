@@ -209,7 +209,7 @@ def test_limits_come_back():
     first = mx.get_memory_limit(), mx.set_cache_limit(50 * MB)
     try:
         with pytest.raises(KeyboardInterrupt), measure.small_cache("mlx"):
-            assert mx.set_cache_limit(measure.CACHE_BYTES) == measure.CACHE_BYTES
+            assert mx.set_cache_limit(measure.KEEP_BYTES) == measure.KEEP_BYTES
             mx.set_memory_limit(99 * MB)
             raise KeyboardInterrupt
         assert (mx.get_memory_limit(), mx.set_cache_limit(first[1])) == (first[0], 50 * MB)

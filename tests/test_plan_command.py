@@ -7,10 +7,11 @@ import pytest
 from conftest import ROOT
 from gguf_files import random_weights, write_gguf
 from models import tiny_config, tool
+from rich.console import Console
 from runs import chat_rows, command, data_folder, tiny_model
 from test_model_hub import hub  # noqa: F401  (a fixture)
 
-from mesp_mlx import plan_command
+from mesp_mlx import planning, report
 from mesp_mlx.memory import choose, devices, machine
 from mesp_mlx.memory import plan as plans
 from mesp_mlx.memory.machine import Memory
@@ -124,7 +125,9 @@ def test_mlx_is_planned_for_where_it_is_not_installed(run_cli, tmp_path):
 def test_a_device_s_memory_counts_instead_of_this_machines(plan):
     phone = devices.find("iphone-15")
     _, found, said = plan("--model", "llama-3-8b", "--device", "iphone-15")
-    assert found["budget_bytes"] == phone.limit_bytes >= found["predicted_bytes"] and found["verdict"] == "fits" and phone.source in said
+    assert (
+        found["limit_bytes"] == phone.limit_bytes >= found["budget_bytes"] >= found["predicted_bytes"] and found["verdict"] == "fits" and phone.source in said
+    )
     code, found, said = plan("--model", "llama-3-8b", "--device", "iphone-15", "--memory", "fastest")
     assert (code, found["verdict"]) == (1, "does not fit") and "--memory auto takes the fastest plan that fits" in said
     percent = plan("--model", "llama-3-8b", "--device", "iphone-15", "--memory", "25%")[1]
@@ -133,7 +136,12 @@ def test_a_device_s_memory_counts_instead_of_this_machines(plan):
 
 def test_what_does_not_fit_says_what_would(plan):
     code, found, said = plan("--model", "qwen2.5-3b", "--backend", "numpy", "--memory", "90MB", "--seq", "2048")
-    assert (code, found["verdict"]) == (1, "does not fit") and found["predicted_bytes"] > 90 * MB and "--max-seq-length" in found["reason"]
+    assert (
+        (code, found["verdict"]) == (1, "does not fit")
+        and found["predicted_bytes"] > 90 * MB
+        and "a smaller --seq" in found["reason"]
+        and "--max-seq-length" not in said
+    )
     assert found["reason"] in said.replace("\n", " ") or "even with the least memory" in said
     words = ("--model", "qwen2.5-3b", "--backend", "numpy", "--seq", "2048")
     least = min(plan(*words, "--memory", "least", "--adapters", where)[1]["predicted_bytes"] for where in ("file", "memory"))
@@ -188,6 +196,56 @@ def test_a_strategy_by_hand_is_planned_for(plan):
     assert "weights of 5 of 61 stages stay in memory" in said and "checkpoints in the run's file" in said
 
 
+def test_auto_prints_what_it_may_take_and_what_more_would_buy(plan):
+    """Auto stays flat: what it may take is not what the machine has."""
+    _, found, said = plan("--model", "smollm2-135m", "--backend", "numpy")
+    assert found["predicted_bytes"] <= found["budget_bytes"] < found["limit_bytes"] == 4000 * MB
+    assert f"--memory auto: {found['budget_bytes'] / 1e6:,.1f} MB may be taken" in said and "less time" in said
+    assert "more" not in plan("--model", "smollm2-135m", "--backend", "numpy", "--memory", "1GB")[2].split("memory  ")[1]
+
+
+def test_a_size_that_is_not_there_is_cut(plan):
+    said = plan("--model", "smollm2-135m", "--backend", "numpy", "--memory", "5000GB")[2]
+    assert "--memory 5000GB, cut to the 5,000.0 MB that this machine can give" in said and "fits within the 5,000.0 MB that this machine can give" in said
+    phone = devices.find("Iphone-15")
+    said = plan("--model", "SmolLM2-135m", "--device", "IPHONE-15", "--memory", "100GB")[2]
+    assert f"cut to the {phone.limit_bytes / 1e6:,.1f} MB that {phone.title} leaves one app" in said
+
+
+def test_a_run_s_time_takes_its_updates(plan):
+    words = ("--model", "smollm2-135m", "--backend", "numpy")
+    _, found, said = plan(*words, "--iters", "100")
+    assert found["updates"] == 100 and found["seconds"] == pytest.approx(100 * found["seconds_per_update"]) and "100 updates in" in said
+    _, found, said = plan(*words, "--epochs", "2")
+    assert found["updates"] is found["seconds"] is None and "give --data, or --iters instead" in said
+
+
+def test_any_json_is_a_config(plan, capsys, tmp_path):
+    file = config_file(tmp_path / "m").rename(tmp_path / "unk.json")
+    assert plan("--model", file, "--backend", "numpy")[1]["model"] == "unk"
+    for text, message in (("", "it is empty"), ("{", "it is not JSON"), ("[]", "it holds list")):
+        file.write_text(text)
+        assert message in fails(capsys, "--model", file)
+    other = file.rename(tmp_path / "notes.txt")
+    assert "not in GGUF format" in fails(capsys, "--model", other)
+
+
+@pytest.mark.parametrize("width", [80, 120, 200])
+@pytest.mark.parametrize("words", [("--devices",), ("--model", "qwen2.5-0.5b", "--backend", "numpy", "--keep", "nothing")])
+def test_tables_are_whole_however_narrow_the_terminal(plan, monkeypatch, width, words):
+    console = Console(width=width, force_terminal=True, no_color=True, color_system=None, markup=False, highlight=False)
+    monkeypatch.setattr(report, "console", lambda _: console)
+    with console.capture() as captured:
+        found = plan(*words)[1]
+    said = captured.get()
+    assert "…" not in said and max(map(len, said.splitlines())) <= width
+    if "models" in found:
+        cells = [f"{row[key] / 1e6:,.1f}" for row in found["models"] for key in ("least_bytes", "fastest_bytes")] + list(found["models"][0]["verdicts"])
+    else:
+        cells = [f"{size / 1e6:,.1f}" for size in found["by_part"].values()] + [word for phase in found["by_phase"] for word in phase.split()]
+    assert set(cells) <= set(said.split()), "no number or name is broken"
+
+
 def test_mistakes_are_said_at_once(capsys, tmp_path, monkeypatch, one_process):
     monkeypatch.setattr(machine, "speeds", None)
     known = ("--model", "smollm2-135m")
@@ -197,6 +255,10 @@ def test_mistakes_are_said_at_once(capsys, tmp_path, monkeypatch, one_process):
     assert "--dtype bfloat16: NumPy computes in float32" in fails(capsys, *known, "--backend", "numpy", "--dtype", "bfloat16")
     assert "--seq is 9000, but the model was made for 8192 positions" in fails(capsys, *known, "--seq", "9000")
     assert "no model is given" in fails(capsys)
+    assert "--batch: found 0, expected at least 1" in fails(capsys, *known, "--batch", "0")
+    assert "--rank is 577, above the model's width of 576" in fails(capsys, *known, "--rank", "577")
+    assert "--devices plans for all devices: remove --device" in fails(capsys, "--devices", "--device", "mac-8gb")
+    assert "--devices plans for all devices: remove --find" in fails(capsys, "--devices", "--find", "seq")
     assert "no such folder or file" in fails(capsys, "--model", "nowhere") and "qwen2.5-3b" in fails(capsys, "--model", "nowhere")
     assert "Give --model a folder or a Hub id" in fails(capsys, *known, "--data", data_folder(tmp_path / "data", chat_rows(3)))
     assert "has 30" in fails(capsys, *known, "--num-layers", "31")
@@ -208,4 +270,4 @@ def test_the_least_of_the_verb_is_the_least_of_the_choice():
     spec = load_spec({"torch_dtype": "bfloat16", **shapes.SHAPES["qwen2.5-0.5b"]})
     load = plans.Workload(spec, tuple(f"model.layers.{layer}.self_attn.q_proj" for layer in range(24)))
     places = ("memory", "file")
-    assert plan_command.least_bytes(load, {}, MB) == min(plans.make(load, choose.least(load, place), MB).total_bytes for place in places)
+    assert planning.least_bytes(load, {}, MB) == min(plans.make(load, choose.least(load, place), MB).total_bytes for place in places)

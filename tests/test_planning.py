@@ -8,7 +8,7 @@ from models import tiny_config
 from runs import chat_rows, command, data_folder, read_adapter, read_log, run, tiny_model
 
 from mesp_mlx import adapter as adapters
-from mesp_mlx import finetune, planning, sources
+from mesp_mlx import finetune, plan_report, planning, sources
 from mesp_mlx.config import Choices
 from mesp_mlx.data import batches
 from mesp_mlx.data.rows import Rows
@@ -69,7 +69,7 @@ def test_no_group_of_any_update_is_more_than_was_planned_for(seed, group_tokens)
     positions = [sum(group.ids.size for group in groups) for groups in made]
     assert positions == planning.update_positions(rows, given.rows_per_update, seed, updates).tolist()
     assert max(positions) <= plan.shape.groups * plan.shape.tokens and (count - 1) * width < max(positions) <= count * width
-    validation = rows.validation_groups(len(rows.valid), given.rows_per_update, tile)
+    validation = [*rows.validation_groups(len(rows.valid), given.rows_per_update, tile)]
     for group in (group for groups in made + validation for group in groups):
         assert group.ids.size <= plan.shape.tokens and group.ids.shape[1] <= width
         assert group.mask.sum() <= plan.shape.supervised
@@ -136,7 +136,8 @@ def test_a_size_is_kept_and_more_makes_it_faster():
     with pytest.raises(DoesNotFit) as caught:
         planning.within(room(f"{int(0.9 * least)}B"), load, {})
     said = str(caught.value)
-    assert f"{least / 1e6:,.0f} MB" in said and "largest: " in said and "--max-seq-length" in said and "--adapters file" in said
+    assert f"{least / 1e6:,.1f} MB" in said and "largest: " in said and "--max-seq-length" in said
+    assert ("--adapters file" in said) == (caught.value.plan.strategy.adapter == "memory")
     assert "other programs" not in said, "a size is the user's own"
 
 
@@ -144,6 +145,11 @@ def test_what_the_process_took_before_counts():
     with pytest.raises(UserError) as caught:
         planning.within(room("90MB", peak=95 * MB), workload(), {})
     assert str(caught.value).startswith("--memory 90MB: before the first step this process has taken 95.0 MB already")
+    least = planning.least_bytes(workload(), {}, 60 * MB)
+    needed = choose.as_budget(max(95 * MB, least))
+    assert str(caught.value).endswith(f"Raise --memory to {needed}.") and planning.within(room(needed, peak=95 * MB), workload(), {})
+    with pytest.raises(UserError, match=f"Raise --memory to {choose.as_budget(least)}"):
+        planning.within(room("61MB", peak=62 * MB), workload(), {})
     assert planning.within(room("95MB", peak=95 * MB), workload(), {}).total_bytes <= 95 * MB
 
 
@@ -171,6 +177,38 @@ def test_auto_is_flat():
         load = workload(rows=rows)
         least = plans.make(load, choose.least(load), 60 * MB).total_bytes
         assert least < planning.within(plenty, load, {}).total_bytes <= 2 * least < plans.make(load, choose.fastest(load), 60 * MB).total_bytes
+
+
+def test_what_may_be_taken_and_what_more_memory_would_buy():
+    load, plenty = workload(), Memory(10**12, 10**12, 0)
+    flat = choose.flat_bytes(load, 60 * MB)
+    assert planning.budget_bytes(room("auto", plenty), load, {}) == planning.budget_bytes(room("Auto", plenty), load, {}) == flat < 10**12
+    assert planning.budget_bytes(room("auto", Memory(10**12, flat - 1, 0)), load, {}) == flat - 1
+    assert planning.budget_bytes(room("1GB"), load, {}) == 1000 * MB
+    assert planning.faster(room("Auto", plenty), load, {}).total_bytes > flat and planning.faster(room("1GB"), load, {}) is None
+    assert "cut to the 5,500.0 MB" in planning.allowed(room("90%"), room("90%").budget_bytes) and not room("50%").cut
+
+
+def test_all_stages_by_number_are_all():
+    load = workload()
+    plan = plans.make(load, choose.fastest(load), 60 * MB)
+    for resident, fast in ((ALL, True), (13, True), (99, True), (12, False)):
+        assert plan_report.fast(dataclasses.replace(plan, strategy=dataclasses.replace(plan.strategy, resident=resident))) == fast
+
+
+def test_a_rank_above_the_models_width_is_refused():
+    assert workload(rank=256).rank == 256
+    with pytest.raises(UserError, match="--rank is 257, above the model's width of 256"):
+        workload(rank=257)
+
+
+@pytest.mark.parametrize(("spare", "said"), [(0.5, True), (100, False)])
+def test_other_programs_are_named_only_where_they_bind(model, data, tmp_path, one_process, monkeypatch, capsys, spare, said):
+    flat = choose.flat_bytes
+    monkeypatch.setattr(machine, "memory", lambda: Memory(10**13, int(spare * 1000 * MB), 10**10))
+    monkeypatch.setattr(choose, "flat_bytes", lambda *given: max(800 * MB, flat(*given)))
+    assert command(*flags(model, data, tmp_path, "--dry-run", "--resident", "1")) == 0
+    assert ("closing other programs" in capsys.readouterr().out) == said
 
 
 def test_least_and_fastest_are_refused_beyond_what_the_machine_has():
@@ -218,7 +256,7 @@ def test_what_does_not_fit_is_refused_before_weights_are_read(model, data, tmp_p
     monkeypatch.setattr(machine, "memory", lambda: Memory(10 * MB, 8 * MB, MB))
     assert command(*flags(model, data, tmp_path)) == 2
     said = capsys.readouterr()
-    assert said.err.startswith("error: planning a run within 9 MB: even with the least memory it takes ") and said.err.count("\n") == 1
+    assert said.err.startswith("error: planning a run within 9.0 MB: even with the least memory it takes ") and said.err.count("\n") == 1
     assert not (tmp_path / "out").exists() and not (tmp_path / "log.jsonl").exists()
     monkeypatch.undo()
 
@@ -290,4 +328,4 @@ def test_a_budget_is_kept_by_the_operating_systems_count(model, tmp_path, run_cl
     assert done.returncode == 0, done.stderr
     assert events[-1]["event"] == "end" and events[-1]["process_peak_bytes"] <= budget
     done, _ = go("--memory", f"{int(0.8 * budget)}B")
-    assert done.returncode == 2 and done.stderr.startswith("error: ") and ("Give more than that" in done.stderr or "Raise --memory" in done.stderr)
+    assert done.returncode == 2 and done.stderr.startswith("error: ") and "Raise --memory to " in done.stderr

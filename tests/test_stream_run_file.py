@@ -21,7 +21,7 @@ from stored import random_array
 from mesp_mlx import reference
 from mesp_mlx.errors import RunStopped, UserError
 from mesp_mlx.stream import run_file
-from mesp_mlx.stream.run_file import ALIGNMENT_BYTES, InMemory, Parked, RunFile, fetch, take
+from mesp_mlx.stream.run_file import ALIGNMENT_BYTES, InMemory, RunFile, fetch, take
 
 DTYPES = {"numpy": ("F64", "F32", "F16", "I32", "I64", "BOOL", "U8", "U16", "U32"), "mlx": ("F32", "F16", "BF16", "I32", "BOOL", "U8", "U32")}
 SHAPES = [(3, 5), (4,), (), (0,), (2, 0, 3), (2, 3, 4, 5)]
@@ -371,17 +371,4 @@ def test_a_disk_that_fails_stops_the_run(tmp_path, monkeypatch):
     os.ftruncate(file._file.fileno(), 100)
     with pytest.raises(RunStopped, match=f"ends {PAGE - 100} bytes early"):
         parked.get()
-    file.close()
-
-
-@pytest.mark.skipif(not hasattr(os, "posix_fadvise"), reason="the system can't be asked")
-@pytest.mark.parametrize("bypass", [False, True])
-def test_the_page_cache_is_asked_to_forget(tmp_path, bypass, monkeypatch):
-    asked: list[tuple[int, int]] = []
-    monkeypatch.setattr(os, "posix_fadvise", lambda _, start, size, advice: asked.append((start, size)))
-    file = RunFile(tmp_path, 0, reference, bypass)
-    parked = file.put([np.ones(10), np.ones(20)])
-    parked.get()
-    assert asked == ([(0, 80), (80, 160), (0, 240)] if bypass else [])
-    assert isinstance(parked, Parked)
     file.close()

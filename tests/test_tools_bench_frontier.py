@@ -68,7 +68,7 @@ def test_points_are_measured_in_turn(frontier, asked, tmp_path, monkeypatch, cap
     assert order[:count] == order[2 * count :] == order[count : 2 * count][::-1] == [None] * (count - 2) + [PLAIN, CHECKPOINTED]
     assert found["points"][0]["rounds"] == [1, 2 * count, 2 * count + 1] and found["points"][0]["step_seconds"] == 2 * count
     assert found["points"][0]["allocator_peak_bytes"] == (2 * count + 1) * 10**6
-    assert "--states file" in found["points"][0]["flags"] and "--resident all" in found["points"][count - 3]["flags"]
+    assert "--checkpoints file" in found["points"][0]["flags"] and "--resident all" in found["points"][count - 3]["flags"]
     by_hand = frontier.step_plan.plan_of(frontier.bench_step.parse(asked[0][1]), "mesp", 2).strategy
     assert by_hand == frontier.frontier(asked[-1][1], 2, 0)["least"].strategy
     assert (tmp_path / "frontier.png").read_bytes().startswith(b"\x89PNG")

@@ -161,7 +161,7 @@ def measure_step(folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
         optimizer.apply(adapter, tensor, gradient, LEARNING_RATE)
 
     with ExitStack() as stack:
-        stack.enter_context(measure.small_cache(arguments.backend))
+        stack.enter_context(measure.small_cache(arguments.backend, arguments.given["keep_bytes"]))
         base_bytes = measure.process_now_bytes()
         file = stack.enter_context(closing(RunFile(folder, arguments.given["file_bytes"], backend))) if strategy.needs_file else None
         places = shelves(strategy, file)
@@ -243,7 +243,7 @@ def _in_child(arguments: argparse.Namespace, name: str, layers: int) -> dict[str
     else:
         plan = step_plan.plan_of(arguments, name, layers)
         given = {"settings": VARIANTS.get(name, {}), "strategy": dataclasses.asdict(plan.strategy)}
-        given |= {"limit_bytes": plan.limit_bytes, "file_bytes": plan.file_bytes}
+        given |= {"limit_bytes": plan.limit_bytes, "keep_bytes": plan.keep_bytes, "file_bytes": plan.file_bytes}
         command = [__file__, "--child", str(folder), "--shape", arguments.shape, "--method", name, "--backend", arguments.backend, *flags]
         command += ["--optimizer", arguments.optimizer, "--given", json.dumps(given)]
         command += (["--limit", str(arguments.limit)] if arguments.limit else []) + (["--keep-h"] if arguments.keep_h else [])

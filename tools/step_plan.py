@@ -73,12 +73,15 @@ def plan_of(arguments: argparse.Namespace, name: str, layers: int, base_bytes: i
     workload = workload_of(arguments, name, layers)
     fixed = {field: value for field in FIELDS if (value := getattr(arguments, field)) is not None}
     if isinstance(arguments.memory, int):
-        return dataclasses.replace(choose.choose(workload, _total(workload, arguments.memory), 0, fixed=fixed), base_bytes=base_bytes)
+        budget = _total(workload, arguments.memory)
+        return dataclasses.replace(plans.roomier(choose.choose(workload, budget, 0, fixed=fixed), budget), base_bytes=base_bytes)
     if arguments.memory == "auto":
         base = BASE_BYTES[workload.backend]
-        return dataclasses.replace(choose.choose(workload, choose.flat_bytes(workload, base, fixed), base, fixed=fixed), base_bytes=base_bytes)
+        budget = choose.flat_bytes(workload, base, fixed)
+        return dataclasses.replace(plans.roomier(choose.choose(workload, budget, base, fixed=fixed), budget), base_bytes=base_bytes)
     ends = {"least": lambda: choose.least(workload, fixed.get("adapter", "memory")), "fastest": lambda: choose.fastest(workload)}
-    return plans.make(workload, dataclasses.replace(ends.get(arguments.memory, Strategy)(), **fixed), base_bytes)
+    plan = plans.make(workload, dataclasses.replace(ends.get(arguments.memory, Strategy)(), **fixed), base_bytes)
+    return dataclasses.replace(plan, keep_bytes=plans.MOST_KEPT_BYTES) if arguments.memory == "fastest" else plan
 
 
 def of_plan(plan: Plan, name: str) -> dict[str, Any]:
@@ -95,6 +98,7 @@ def of_plan(plan: Plan, name: str) -> dict[str, Any]:
         "strategy": dataclasses.asdict(plan.strategy),
         **(predicted if name != "forward" else {}),
         "limit_bytes": plan.limit_bytes,
+        "keep_bytes": plan.keep_bytes,
         "evaluations_predicted": plan.evaluations,
         "bytes_read_predicted": plan.read_bytes,
         "file_written_predicted": plan.spill_written_bytes,
@@ -113,8 +117,9 @@ def _total(workload: Workload, arrays_bytes: int) -> int:
     """What the operating system counts, base apart, when arrays take so much."""
     from mesp_mlx.memory import plan as plans
 
-    cache, share = (plans.CACHE_BYTES, plans.SLACK) if workload.backend == "mlx" else (0, plans.NUMPY_SLACK)
-    return arrays_bytes + int(share * arrays_bytes) + cache + plans.SLACK_BYTES + plans.make(workload, Strategy(), 0).tokens_bytes
+    plan = plans.make(workload, Strategy(), 0)
+    share = plans.SLACK if workload.backend == "mlx" else plans.NUMPY_SLACK
+    return plan.total_bytes + int((1 + share) * (arrays_bytes - plan.arrays_peak_bytes))
 
 
 def _memory(text: str) -> str | int:

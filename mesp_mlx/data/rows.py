@@ -1,7 +1,7 @@
 """The rows of a run: tokens of both splits, which rows are used, where they are cut and how they are padded."""
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -46,11 +46,11 @@ class Rows:
         """Tokens of the training rows."""
         return int(self.train_set.lengths(self.limit)[self.train].sum())
 
-    def validation_groups(self, rows: int, rows_at_once: int, group_tokens: int) -> list[list[Group]]:
-        """The first so many validation rows, in batches that take no more memory than an update."""
+    def validation_groups(self, rows: int, rows_at_once: int, group_tokens: int) -> Iterator[list[Group]]:
+        """The first so many validation rows, in batches that take no more memory than an update, each made when it is asked for."""
         chosen = self.valid[:rows]
-        starts = range(0, len(chosen), rows_at_once)
-        return [batches.groups(self.valid_set, chosen[start : start + rows_at_once], self.limit, self.widths, group_tokens) for start in starts]
+        for start in range(0, len(chosen), rows_at_once):
+            yield batches.groups(self.valid_set, chosen[start : start + rows_at_once], self.limit, self.widths, group_tokens)
 
 
 def read_rows(settings: Settings, files: Mapping[str, Path | None], model_folder: Path, spec: ModelSpec, cache: Path) -> Rows:

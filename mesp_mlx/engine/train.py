@@ -75,7 +75,7 @@ def train(run: Run) -> tuple[float | None, float | None]:
         RunStopped: the loss or a gradient is not finite, and nothing of it reaches the adapter; or memory does not suffice.
     """
     settings, report = run.settings, run.report
-    valid = validation_groups(run)
+    valid = validation_rows(run)
     before = after = validate(run, valid) if valid else None
     if before is not None:
         report.validation(iteration=0, val_loss=before)
@@ -87,7 +87,7 @@ def train(run: Run) -> tuple[float | None, float | None]:
         loss, supervised, rate = step(run, update, groups) if update else first_step(run, groups)
         if model := run.after_update():
             run = replace(run, model=model)
-            valid, updates = validation_groups(run), updates_from(run, update + 1)
+            updates = updates_from(run, update + 1)
         trained += supervised
         window.loss, window.supervised, window.iterations = window.loss + loss, window.supervised + supervised, window.iterations + per_update
         tokens = sum(sum(group.lengths) for group in groups)
@@ -174,8 +174,8 @@ def step(run: Run, update: int, groups: list[Group]) -> tuple[float, int, float]
     return loss, supervised, rate
 
 
-def validation_groups(run: Run) -> list[list[Group]]:
-    """The rows that every validation measures: as many as were asked for, else so many that validating takes at most a tenth of the run's time.
+def validation_rows(run: Run) -> int:
+    """How many rows every validation measures: as many as were asked for, else so many that validating takes at most a tenth of the run's time.
 
     A forward pass costs about a third of an exact update's three (mezo's takes two for each direction, or more), so n validations of v tokens each stay
     below a tenth of the whole while n * v <= trained tokens / 3.
@@ -190,25 +190,25 @@ def validation_groups(run: Run) -> list[list[Group]]:
         budget = per_row * run.updates * min(settings.rows_per_update, len(rows.train)) / (3 * validations)
         lengths = rows.valid_set.lengths(rows.limit)[rows.valid].cumsum()
         count = max(int((lengths <= budget).sum()), 1)
-    return rows.validation_groups(count, settings.rows_per_update, run.model.strategy.group_tokens)
+    return min(count, len(rows.valid))
 
 
-def validate(run: Run, valid: list[list[Group]]) -> float:
-    """The mean loss over the supervised tokens of the validation rows.
+def validate(run: Run, rows: int) -> float:
+    """The mean loss over the supervised tokens of the first so many validation rows.
 
     Raises:
         RunStopped: it is not finite.
     """
-    total = 0.0
-    for groups in valid:
-        held = [Batch(group) for group in groups]
+    total, supervised = 0.0, 0
+    for groups in run.rows.validation_groups(rows, run.settings.rows_per_update, run.model.strategy.group_tokens):
+        held, supervised = [Batch(group) for group in groups], supervised + _supervised(groups)
         run.store.expect(run.model.forward_order())
         states = forward(run.model, run.store, run.adapter, held, run.shelves)
         with run.store.open(run.model.head) as w:
             total += sum(run.model.head.loss(w, states, held, run.shelves.states, gradient=False)[0])
     if not math.isfinite(total):
         raise RunStopped(f"the validation loss is {total}: the model's weights, or the adapter, hold numbers that are not finite. It was not saved.")
-    return total / sum(_supervised(groups) for groups in valid)
+    return total / supervised
 
 
 def _supervised(groups: list[Group]) -> int:

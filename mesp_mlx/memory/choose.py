@@ -21,6 +21,7 @@ larger than that is refused.
 """
 
 import dataclasses
+import math
 import re
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal
@@ -71,7 +72,7 @@ def least(workload: Workload, adapter: Literal["memory", "file"] = "memory") -> 
     )
     # Of one group in memory the head reads smaller pieces of its table: less, where the head is the fullest phase. Tiles of short rows are small anyway.
     kinds = [dataclasses.replace(strategy, states=states) for states in ("file", "memory")]
-    return min((_smallest_tiles(kind) for kind in kinds), key=lambda strategy: plans.make(workload, strategy, 0).arrays_peak_bytes)
+    return min((_smallest_tiles(workload, kind) for kind in kinds), key=lambda strategy: plans.make(workload, strategy, 0).arrays_peak_bytes)
 
 
 def choose(workload: Workload, budget_bytes: int, base_bytes: int, speeds: Speeds = SPEEDS, fixed: Mapping[str, Any] | None = None) -> Plan:
@@ -133,7 +134,7 @@ def steps(workload: Workload, strategy: Strategy) -> Iterator[Strategy]:
         yield change(strategy, group_tokens=max(workload.width, strategy.group_tokens // 2))
     if strategy.adapter == "memory":
         yield change(strategy, adapter="file")
-    if (smaller := _smallest_tiles(strategy)) != strategy:
+    if (smaller := _smallest_tiles(workload, strategy)) != strategy:
         yield smaller
     if workload.method == "mezo":
         return
@@ -164,6 +165,11 @@ def parse_budget(text: str, memory_bytes: int) -> Literal["auto", "least", "fast
         if size > 0 and not (unit == "%" and float(match[1]) > 100):
             return size
     raise UserError(f"--memory {text!r}: expected auto, least, fastest, a size as 2GB, 512MB or 1.5GiB, or a part of this machine's memory as 50%.")
+
+
+def as_budget(size_bytes: int) -> str:
+    """A size as --memory takes it, rounded up and a megabyte more: what the process takes before its first array differs a little from run to run."""
+    return f"{math.ceil(size_bytes / 1e6) + 1}MB"
 
 
 def find_largest(
@@ -205,13 +211,14 @@ def reason(plan: Plan, budget_bytes: int) -> str:
         "stage": "a smaller --max-seq-length",
         "head": "a smaller --max-seq-length",
         "states": "a smaller --max-seq-length",
-        "weights": "a model quantised to 4 bits",
+        **({} if plan.workload.spec.quantization else {"weights": "a model quantised to 4 bits"}),
         "checkpoints": "a smaller --max-seq-length",
     }
     hints = list(dict.fromkeys(help_by[part] for _, part in largest if part in help_by))
     return (
-        f"planning a run within {budget_bytes / 1e6:,.0f} MB: even with the least memory it takes {plan.total_bytes / 1e6:,.0f} MB "
-        f"(largest: {rows}; fullest in the phase '{plan.peak_phase}'). Raise --memory to that" + (f", or give {' or '.join(hints)}." if hints else ".")
+        f"planning a run within {budget_bytes / 1e6:,.1f} MB: even with the least memory it takes {plan.total_bytes / 1e6:,.1f} MB "
+        f"(largest: {rows}; fullest in the phase '{plan.peak_phase}'). Raise --memory to {as_budget(plan.total_bytes)}"
+        + (f", or give {' or '.join(hints)}." if hints else ".")
     )
 
 
@@ -219,9 +226,10 @@ def _sink(workload: Workload) -> Literal["applied", "held"]:
     return "held" if workload.clip and workload.method != "mezo" else "applied"
 
 
-def _smallest_tiles(strategy: Strategy) -> Strategy:
+def _smallest_tiles(workload: Workload, strategy: Strategy) -> Strategy:
     """The smallest tiles that still cost little."""
-    return dataclasses.replace(strategy, query_tile=tiles.LEAST_QUERIES, width_tile=LEAST_WIDTH_TILE, weight_tile=LEAST_WEIGHT_TILE)
+    width = min(LEAST_WIDTH_TILE, tiles.width_tile(workload.width, workload.spec.hidden_size))
+    return dataclasses.replace(strategy, query_tile=tiles.LEAST_QUERIES, width_tile=width, weight_tile=LEAST_WEIGHT_TILE)
 
 
 def _regained(workload: Workload, plan: Plan, make: Any, excess: Any, speeds: Speeds) -> Plan:

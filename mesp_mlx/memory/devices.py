@@ -134,12 +134,12 @@ DEVICES = (
 
 
 def find(name: str) -> Device:
-    """The device of that name.
+    """The device of that name, in capitals or not.
 
     Raises:
         UserError: there is none; the message lists those there are.
     """
-    found = next((device for device in DEVICES if device.name == name), None)
+    found = next((device for device in DEVICES if device.name == name.lower()), None)
     if found is None:
         raise UserError(f"no device is called {name}; there are {', '.join(device.name for device in DEVICES)}")
     return found

@@ -91,10 +91,23 @@ def layer_forward(shape: Shape, layer: int) -> list[Row]:
     return [*wide, _square(shape, "scores", 2), *_unpacked(shape, PROJECTIONS)]
 
 
+def layer_kept(shape: Shape) -> list[Row]:
+    """What whole-graph autodiff keeps of a layer for its backward."""
+    spec, (heads, kv) = shape.workload.spec, _widths(shape)
+    wide = [_act(shape, "x, h, m", spec.hidden_size, 5), _act(shape, "heads", heads + kv, 3), _act(shape, "g, u, z", spec.intermediate_size, 4)]
+    return [*wide, _square(shape, "probabilities", 1)]
+
+
 def layer_backward(shape: Shape, layer: int) -> list[Row]:
     """A plain layer while autodiff reverses it: all that it made, and as much again for its gradients."""
     spec, (heads, kv) = shape.workload.spec, _widths(shape)
     gradients = [row for kind, layouts in shape.workload.adapters.items() for row in layouts[layer].rows("gradients", f"{kind}: ")]
+    if shape.workload.backend == "numpy":  # whose tape lets go of what it has passed: of the MLP before attention is reached
+        inputs = [*gradients, _act(shape, "x, h, m", spec.hidden_size, 7), *_unpacked(shape, PROJECTIONS)]
+        return inputs + _fullest(
+            [_act(shape, "heads", heads + kv, 2), _act(shape, "g, u, z", spec.intermediate_size, 6), _square(shape, "probabilities", 1)],
+            [_act(shape, "heads", heads + kv, 5), _square(shape, "probabilities", 3)],
+        )
     wide = [_act(shape, "x, h, m", spec.hidden_size, 6), _act(shape, "heads", heads + kv, 4), _act(shape, "g, u, z", spec.intermediate_size, 6)]
     return [*gradients, *wide, _square(shape, "probabilities", 4), *_unpacked(shape, PROJECTIONS)]
 
@@ -107,8 +120,11 @@ def head(shape: Shape) -> list[Row]:
 
 
 def whole_head(shape: Shape) -> list[Row]:
-    """Logits whole, and what autodiff makes of them."""
-    return [Row("head", "logits and their gradients", (shape.tokens, shape.workload.spec.vocab_size), "float32", 4)]
+    """Logits whole, what autodiff makes of them, and a tile of the table."""
+    row = Row("head", "logits and their gradients", (shape.tokens, shape.workload.spec.vocab_size), "float32", 3)
+    if shape.workload.method == "backprop" and shape.workload.backend == "mlx":  # no limit holds it back
+        row = row._replace(count=4)
+    return [row, *_unpacked(shape, PROJECTIONS)]
 
 
 def embedding(shape: Shape) -> list[Row]:
@@ -151,11 +167,14 @@ def _unpacked(shape: Shape, projections: tuple[str, ...] = ATTENTION) -> list[Ro
     workload = shape.workload
     if not workload.on_cpu:
         return []
-    sizes = []
+    sizes, tile_bytes = [], tiles.WEIGHT_BYTES if workload.plain else shape.strategy.weight_tile or tiles.WEIGHT_BYTES
     for out, width in map(workload.spec.linear_shape, projections):
-        rows = min(out, tiles.weight_rows(width, workload.itemsize, shape.strategy.weight_tile or tiles.WEIGHT_BYTES))
+        rows = min(out, tiles.weight_rows(width, workload.itemsize, tile_bytes))
         sizes.append(rows * width * workload.itemsize)
-    return [Row("stage", "a weight's dequantised tile", (int(UNPACKING * max(sizes)),), "uint8")]
+    at_once = 2 if workload.plain and workload.backend == "numpy" else 1  # a loop in NumPy still holds the tile before
+    if workload.method == "backprop":  # measured: MLX, without a limit, dequantises as many as a layer has products
+        at_once = 3 if workload.backend == "numpy" else 1 if workload.grad_checkpoint else len(PROJECTIONS)
+    return [Row("stage", "a weight's dequantised tile", (int(UNPACKING * max(sizes)),), "uint8", at_once)]
 
 
 def _width_tiles(shape: Shape, count: int) -> list[Row]:

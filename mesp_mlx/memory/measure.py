@@ -12,7 +12,8 @@ from contextlib import contextmanager
 from functools import cache
 
 _RUSAGE_INFO_V4 = 4
-CACHE_BYTES = 4_000_000  # freed buffers that MLX may keep for reuse: the operating system counts them, the allocator's peak does not
+KEEP_BYTES = 4_000_000  # freed buffers that are kept for reuse, unless a plan says more: the operating system counts them, the allocator's peak does not
+_ROOMY_BYTES = 16_000_000
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
 
 
@@ -26,18 +27,19 @@ def allocator_peak_bytes(backend_name: str) -> int | None:
 
 
 @contextmanager
-def small_cache(backend_name: str, cache_bytes: int = CACHE_BYTES) -> Iterator[None]:
+def small_cache(backend_name: str, keep_bytes: int = KEEP_BYTES) -> Iterator[None]:
     """While entered, few freed buffers are kept, and MLX's peak is counted anew; MLX's limits are restored after, glibc's are not.
 
     The wired limit is never touched: macOS kernel panics under buffer churn have been tied to it (https://github.com/ml-explore/mlx/issues/3186).
     """
-    settle_glibc(backend_name)
     if backend_name != "mlx":
+        keep_freed(backend_name, keep_bytes)
         yield
         return
     import mlx.core as mx
 
-    memory_before, cache_before = mx.get_memory_limit(), mx.set_cache_limit(cache_bytes)
+    memory_before, cache_before = mx.get_memory_limit(), mx.set_cache_limit(keep_bytes)
+    keep_freed(backend_name, keep_bytes)
     mx.reset_peak_memory()
     try:
         yield
@@ -46,19 +48,28 @@ def small_cache(backend_name: str, cache_bytes: int = CACHE_BYTES) -> Iterator[N
         mx.set_cache_limit(cache_before)
 
 
-def settle_glibc(backend_name: str) -> None:
-    """Fix the sizes from which glibc gives freed buffers back to the system; elsewhere nothing is needed.
+def keep_freed(backend_name: str, keep_bytes: int) -> None:
+    """Let allocators keep about so much of freed buffers: MLX by its cache, or where its arrays are glibc's by glibc, which wastes less on other sizes.
 
-    By itself it raises them with the buffers freed, up to 32 MB, and what it keeps counts as resident. MLX has a cache of its own for buffers that come
-    again: all above 128 kB are given back at once, or a third more would be resident than arrays and cache together. NumPy has none: up to 4 MB are
-    kept, at most 16 MB of them, or every temporary array would be mapped, and its pages cleared, anew.
+    By itself glibc raises the size from which it gives a buffer back with the buffers freed, up to 32 MB, and what it keeps counts as resident. Giving
+    back more means that the kernel clears a page for the next array: with a threshold of 128 kB a third of a step's time (tools/log.md).
     """
-    if sys.platform == "linux" and hasattr(libc := ctypes.CDLL(None), "mallopt"):
+    on_cpu = backend_name == "numpy"
+    if backend_name == "mlx":
+        import mlx.core as mx
+
+        on_cpu = mx.default_device() == mx.cpu
+    if not (sys.platform == "linux" and hasattr(libc := ctypes.CDLL(None), "mallopt") and on_cpu):
         if backend_name == "mlx":
-            libc.mallopt(_M_MMAP_THRESHOLD, 128 * 1024)
-        else:
-            libc.mallopt(_M_MMAP_THRESHOLD, 4 << 20)
-            libc.mallopt(_M_TRIM_THRESHOLD, 16 << 20)
+            mx.set_cache_limit(keep_bytes)
+        return
+    # NumPy has no cache: it keeps buffers of up to 4 MB. Under a tight plan MLX's larger arrays are better in its cache than in holes of a heap.
+    roomy = keep_bytes > _ROOMY_BYTES
+    largest, most = (4 << 20, 16 << 20) if backend_name == "numpy" else (keep_bytes, 2 * keep_bytes) if roomy else (1 << 20, 4 << 20)
+    libc.mallopt(_M_MMAP_THRESHOLD, largest)
+    libc.mallopt(_M_TRIM_THRESHOLD, most)
+    if backend_name == "mlx":
+        mx.set_cache_limit(KEEP_BYTES if roomy else keep_bytes)
 
 
 def give_back(backend_name: str) -> None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from mesp_mlx.memory import inside
-from mesp_mlx.memory.table import Row, Shape, counted
+from mesp_mlx.memory.table import Layout, Row, Shape, counted
 
 FORWARD_ATTENTION, FORWARD_MLP, REPLAY = "forward attention", "forward mlp", "replay attention"
 BACKWARD_ATTENTION, BACKWARD_MLP = "backward attention", "backward mlp"
@@ -216,10 +216,17 @@ def _weights(shape: Shape, phase: str, layer: int) -> list[Row]:
     """The open stage's frozen weights, those held for a moment longer, and those that are read ahead."""
     workload, strategy = shape.workload, shape.strategy
     kinds = ("attention", "mlp") if workload.plain else (KINDS[phase],)
-    rows = [row for kind in kinds if not shape.stays(kind, layer) for row in workload.weights[kind][layer].rows("weights", f"{kind}: ")]
+    own = [(kind, workload.weights[kind][layer]) for kind in kinds]
+    rows = [row for kind, layout in own if not shape.stays(kind, layer) for row in workload.opened(layout).rows("weights", f"{kind}: ")]
     if phase == BACKWARD_MLP and strategy.hold and strategy.keep in ("nothing", "replay") and not shape.stays("attention", layer):
-        rows += workload.weights["attention"][layer].rows("weights", "held attention: ")
-    return rows + _ahead(shape, phase, layer)
+        rows += workload.opened(workload.weights["attention"][layer]).rows("weights", "held attention: ")
+    # What is read ahead is there as it is stored; where nothing is, the stage itself was, beside what became of it.
+    return rows + (_ahead(shape, phase, layer) or [row for kind, layout in own for row in _widening(shape, layout, f"{kind}, as it is stored: ")])
+
+
+def _widening(shape: Shape, layout: Layout, what: str) -> list[Row]:
+    """What weights were read as, while they become another type; nothing where they are computed with as they are."""
+    return layout.rows("weights", what) if shape.workload.opened(layout) is not layout else []
 
 
 def _ahead(shape: Shape, phase: str, layer: int) -> list[Row]:
@@ -309,10 +316,10 @@ def _head(shape: Shape) -> tuple[list[Row], list[Row]]:
     """Each group's supervised positions, U and statistics; two packed pieces of the table, unless it stays; one group's sweep over a tile."""
     workload, strategy = shape.workload, shape.strategy
     spec, n, groups = workload.spec, shape.supervised, shape.groups
-    rows = workload.norm.rows("weights", "")
+    table, rows = workload.opened(workload.table), workload.opened(workload.norm).rows("weights", "")
     sides = 2 if workload.method == "mezo" else 1
     if workload.whole_head:
-        rows += [] if shape.resident[0] else workload.table.rows("weights", "")
+        rows += ([] if shape.resident[0] else table.rows("weights", "")) + _widening(shape, workload.table, "as it is stored: ")
         return rows + _states(shape, groups, "x") + _one_state(shape, "dx of the group"), inside.whole_head(shape)
     in_memory = sides * groups if strategy.states == "memory" else 1
     rows += [Row("head", "supervised x", (n, spec.hidden_size), workload.dtype, in_memory)]
@@ -321,7 +328,9 @@ def _head(shape: Shape) -> tuple[list[Row], list[Row]]:
         rows += [Row("head", "h", (n, spec.hidden_size), workload.dtype, in_memory)]  # mezo keeps it in place of x
     if not shape.resident[0]:
         pieces = 2 if shape.packed_rows < spec.vocab_size else 1
-        rows += [Row("weights", f"piece of {name}", (min(shape.packed_rows, size[0]), *size[1:]), dtype, pieces) for name, size, dtype in workload.table.arrays]
+        rows += [Row("weights", f"piece of {name}", (min(shape.packed_rows, size[0]), *size[1:]), dtype, pieces) for name, size, dtype in table.arrays]
+    else:
+        rows += _widening(shape, workload.table, "as it is stored: ")
     return [*rows, Row("head", "dequantised tile", (shape.vocabulary_tile, spec.hidden_size), workload.dtype)], inside.head(shape)
 
 
@@ -329,11 +338,18 @@ def _whole(shape: Shape) -> tuple[list[Row], list[Row]]:
     """Whole-graph autodiff: all weights, all that every layer made and wants again, logits whole, gradients."""
     workload = shape.workload
     spec, layers = workload.spec, workload.spec.num_layers
-    rows = [row for kind, layouts in workload.weights.items() for row in counted(layouts, "weights", f"{kind}: ")] + workload.table.rows("weights", "")
-    kept = 1 if workload.grad_checkpoint else layers
-    made = [row._replace(count=row.count * kept) for row in inside.layer_forward(shape, 0)] + inside.layer_backward(shape, 0)
+    rows = workload.opened(workload.norm).rows("weights", "")
+    if not shape.resident[0]:
+        rows += workload.opened(workload.table).rows("weights", "") + _widening(shape, workload.table, "as it is stored: ")
+    for kind, layouts in workload.weights.items():
+        rows += counted((workload.opened(layout) for layer, layout in enumerate(layouts) if not shape.stays(kind, layer)), "weights", f"{kind}: ")
     if workload.grad_checkpoint:
         rows += [Row("checkpoints", "x", (shape.tokens, spec.hidden_size), workload.dtype, layers)]
+    else:
+        rows += [row._replace(part="checkpoints", count=row.count * workload.trained) for row in inside.layer_kept(shape)]
     for kind, layouts in workload.adapters.items():
         rows += counted(layouts, "gradients", f"{kind}: ")
-    return rows, made + inside.whole_head(shape)
+    backward, head = inside.layer_backward(shape, workload.first), inside.whole_head(shape)
+    if workload.grad_checkpoint and workload.backend == "mlx":  # which recomputes layers while logits are still there (measured)
+        return rows, inside.layer_forward(shape, workload.first) + backward + head
+    return rows, max(backward, head, key=lambda found: sum(row.bytes for row in found))

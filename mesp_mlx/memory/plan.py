@@ -6,6 +6,7 @@ computes, and waits while more than its limit is allocated. So the fullest phase
 to: `arrays_peak_bytes`. Other phases run ahead as far as the same limit lets them.
 """
 
+import dataclasses
 from collections import Counter
 from dataclasses import dataclass
 from functools import cached_property
@@ -18,7 +19,9 @@ from mesp_mlx.model import work
 __all__ = ["PARTS", "Plan", "Speeds", "Tensor", "Workload", "make"]
 
 # What the operating system counts beyond arrays, measured as the most that small and large steps took:
-CACHE_BYTES = 4_000_000  # freed buffers that MLX keeps (memory.measure sets the limit)
+KEEP_BYTES = 4_000_000  # freed buffers that MLX keeps (memory.measure sets the limits), unless the budget has room for more
+MOST_KEPT_BYTES = 32_000_000  # with so much no page is cleared twice, measured
+HEAP_BYTES = 4_000_000  # what glibc keeps of smaller ones
 MLX_BYTES = 5_500_000  # MLX's and the BLAS's code and buffers, as they are first used
 SLACK_BYTES = 8_500_000  # the same of Python and NumPy
 SLACK, NUMPY_SLACK = 0.02, 0.12  # of the arrays' peak: pages partly used; and what glibc keeps of freed arrays, MLX's being given back at once
@@ -42,11 +45,13 @@ class Plan:
 
     Attributes:
         base_bytes: the process before the first array: interpreter, libraries.
+        keep_bytes: freed buffers that allocators may keep for the next arrays.
     """
 
     workload: Workload
     strategy: Strategy
     base_bytes: int
+    keep_bytes: int = KEEP_BYTES
 
     @cached_property
     def shape(self) -> Shape:
@@ -101,7 +106,7 @@ class Plan:
         """What the operating system counts beyond arrays: freed buffers in the allocator's cache, pages not given back."""
         if self.workload.backend == "numpy":
             return SLACK_BYTES + int(NUMPY_SLACK * self.arrays_peak_bytes)
-        return SLACK_BYTES + CACHE_BYTES + MLX_BYTES + int(SLACK * self.arrays_peak_bytes)
+        return SLACK_BYTES + MLX_BYTES + HEAP_BYTES + self.keep_bytes + int(SLACK * self.arrays_peak_bytes)
 
     @property
     def total_bytes(self) -> int:
@@ -271,6 +276,13 @@ class Plan:
             passes, head = stages * layers + 1 + self._replays * trained + stages * trained, 3 + 2 * pieces
         head = 0 if workload.whole_head else head
         return shape.groups * (passes * shape.tokens + head * shape.supervised) * workload.spec.hidden_size * workload.itemsize
+
+
+def roomier(plan: Plan, budget_bytes: int) -> Plan:
+    """The plan with allocators that keep as much of freed buffers as the budget has room for: pages need not be cleared anew for every array."""
+    if plan.workload.backend != "mlx":
+        return plan
+    return dataclasses.replace(plan, keep_bytes=max(plan.keep_bytes, min(MOST_KEPT_BYTES, plan.keep_bytes + budget_bytes - plan.total_bytes)))
 
 
 def make(workload: Workload, strategy: Strategy, base_bytes: int) -> Plan:

@@ -69,6 +69,12 @@ class Layout:
         """Numbers of its largest array."""
         return max((math.prod(shape) for _, shape, _ in self.arrays), default=0)
 
+    @cached_property
+    def widened(self) -> "Layout":
+        """The same with 16-bit numbers as float32."""
+        wide = tuple((name, shape, "float32" if SIZES[dtype] == 2 else dtype) for name, shape, dtype in self.arrays)
+        return self if wide == self.arrays else Layout(wide)
+
     def rows(self, part: Part, what: str, count: int = 1) -> list[Row]:
         return [Row(part, f"{what}{name}", shape, dtype, count) for name, shape, dtype in self.arrays] if count else []
 
@@ -192,6 +198,10 @@ class Workload:
     def norm(self) -> Layout:
         return Layout((("model.norm.weight", (self.spec.hidden_size,), STORED[self.spec.dtype]),))
 
+    def opened(self, layout: Layout) -> Layout:
+        """Frozen weights as they are computed with: NumPy's are float32."""
+        return layout.widened if self.backend == "numpy" else layout
+
     def stored(self, module: str, name: str, shape: tuple[int, ...]) -> list[tuple[str, tuple[int, ...], str]]:
         """How a tensor of the model is stored: itself, or packed words, scales and biases."""
         kind, setting = STORED[self.spec.dtype], self.spec.quantized_as(module) if len(shape) == 2 else None
@@ -277,8 +287,8 @@ class Shape:
                     rows += [row._replace(count=row.count * workload.moments) for row in counted(layouts, "optimizer", f"moments of {kind}: ")]
         table, mlps, attentions = self.resident
         for kind, count in (("attention", attentions), ("mlp", mlps)):
-            rows += counted(workload.weights[kind][workload.spec.num_layers - count :], "weights", f"resident {kind}: ")
-        return rows + (workload.table.rows("weights", "resident ") if table else [])
+            rows += counted(map(workload.opened, workload.weights[kind][workload.spec.num_layers - count :]), "weights", f"resident {kind}: ")
+        return rows + (workload.opened(workload.table).rows("weights", "resident ") if table else [])
 
     def stays(self, kind: str, layer: int) -> bool:
         """Whether a stage is resident."""

@@ -98,9 +98,9 @@ def without_weights(model: str, tokenizer: bool) -> Path:
     """
     from huggingface_hub import hf_hub_download, snapshot_download
 
+    found = look_up(model)  # first: without a network it gives up at once, where a download is tried again for half a minute
     if not tokenizer:
-        return Path(_ask(model, lambda: hf_hub_download(model, "config.json"))).parent
-    found = look_up(model)
+        return Path(_ask(model, lambda: hf_hub_download(model, "config.json", local_files_only=found is None))).parent
     names = [name for name in found.needed() if ".safetensors" not in name] if found else None
     known: dict[str, Any] = {"revision": found.commit, "allow_patterns": names} if found else {"local_files_only": True}
     return Path(_ask(model, lambda: snapshot_download(model, **known)))
@@ -143,6 +143,7 @@ def _ask(model: str, call: Callable[[], Result]) -> Result:
 
 
 def _refusal(model: str, error: Exception) -> UserError:
+    from huggingface_hub import constants
     from huggingface_hub.errors import GatedRepoError, HFValidationError, LocalEntryNotFoundError, OfflineModeIsEnabled, RepositoryNotFoundError
 
     doing = f"--model {model}: "
@@ -153,7 +154,8 @@ def _refusal(model: str, error: Exception) -> UserError:
     if isinstance(error, HFValidationError):
         return UserError(doing + "there is no such folder here, and it is no valid Hub id (org/name).")
     if isinstance(error, (LocalEntryNotFoundError, OfflineModeIsEnabled)):
-        return UserError(doing + "the Hub can't be reached, and its cache does not hold the whole model. Connect to the network, or unset HF_HUB_OFFLINE.")
+        advice = "Unset HF_HUB_OFFLINE" if constants.HF_HUB_OFFLINE else "Connect to the network"
+        return UserError(doing + f"the Hub can't be reached, and its cache does not hold what is needed of the model. {advice}, or give a folder.")
     said = str(error).strip().splitlines()
     return UserError(
         doing + f"downloading it from the Hub failed ({said[0] if said else type(error).__name__}). Run the command again: files that were complete are kept."

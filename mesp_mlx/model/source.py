@@ -1,6 +1,7 @@
 """From what --model names to a folder that the program and mlx-lm both read."""
 
 import hashlib
+import json
 import re
 import sys
 import tempfile
@@ -75,7 +76,7 @@ class Shape:
 
 @contextmanager
 def shape(model: str, cache_folder: Path, quantize: str = "4", tokenizer: bool = False) -> Iterator[Shape]:
-    """The shape of a model: "demo", a name in shapes.SHAPES, a folder, its config.json, a GGUF file or a Hub id. No weight is read or downloaded.
+    """The shape of a model: "demo", a name in shapes.SHAPES, a folder, a config.json by any name, a GGUF file or a Hub id. No weight is read or downloaded.
 
     tokenizer: have it in the folder, which may be a temporary one: the demo model is downloaded for it.
 
@@ -92,12 +93,15 @@ def shape(model: str, cache_folder: Path, quantize: str = "4", tokenizer: bool =
             raise UserError(f"--model {path}: it holds GGUF files. Give the path of one of them, such as {files[0].name}.")
     elif path.is_file() and path.name == "config.json":
         folder, name = path.parent, path.resolve().parent.name
+    elif path.is_file() and path.suffix.lower() == ".json":
+        config, name = _config_in(path), path.stem
     elif path.is_file():
+        _require_gguf(path)
         with tempfile.TemporaryDirectory(prefix="mesp-mlx-") as temporary:
             yield _shape_of_gguf(path, quantize, Path(temporary) if tokenizer else None)
         return
-    elif model in shapes.SHAPES:
-        config, name = {"torch_dtype": "bfloat16", **shapes.SHAPES[model]}, model
+    elif (name := model.lower()) in shapes.SHAPES:
+        config = {"torch_dtype": "bfloat16", **shapes.SHAPES[name]}
     elif re.fullmatch(HUB_ID, model):
         folder, name = hub.without_weights(model, tokenizer), model.split("/")[1]
     else:
@@ -105,12 +109,33 @@ def shape(model: str, cache_folder: Path, quantize: str = "4", tokenizer: bool =
             f"--model {model}: no such folder or file. Expected a model folder, a config.json, a .gguf file, a Hub id such as org/name, demo, "
             f"or one of {', '.join(shapes.SHAPES)}."
         )
-    where = "config.json" if folder is None else str(folder / "config.json")
+    where = str(folder / "config.json") if folder else str(path) if path.is_file() else "config.json"
     config = read_config(folder) if config is None and folder is not None else config or {}
     spec = load_spec(config, where)
     if quantize != "none" and not config.get("quantization"):
         spec = load_spec(config | convert.quantization(hub.converted_parts(spec)), where)
     yield Shape(name, spec, folder)
+
+
+def _config_in(file: Path) -> dict[str, Any]:
+    try:
+        text = file.read_text(encoding="utf-8")
+        config = json.loads(text) if text.strip() else None
+    except OSError as error:
+        raise UserError(f"--model {file}: {error.strerror}.") from None
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"--model {file}: it is not JSON ({error}). Expected a model's config.json.") from None
+    if not isinstance(config, dict):
+        raise UserError(
+            f"--model {file}: it {f'holds {type(config).__name__}' if text.strip() else 'is empty'}. Expected a model's config.json, a JSON object."
+        )
+    return config
+
+
+def _require_gguf(path: Path) -> None:
+    with path.open("rb") as stream:
+        if stream.read(4) != b"GGUF":
+            raise UserError(f"--model {path}: the file is not in GGUF format. Expected a .gguf file, or the folder that a model's files are in.")
 
 
 def _shape_of_gguf(path: Path, quantize: str, folder: Path | None) -> Shape:
@@ -138,9 +163,7 @@ def _demo(cache_folder: Path, note: Note) -> ModelFolder:
 
 
 def _gguf(path: Path, cache_folder: Path, quantize: str, note: Note) -> ModelFolder:
-    with path.open("rb") as stream:
-        if stream.read(4) != b"GGUF":
-            raise UserError(f"--model {path}: the file is not in GGUF format. Expected a .gguf file, or the folder that a model's files are in.")
+    _require_gguf(path)
     folder = _place(cache_folder, path.stem, str(path), _file_state(path), quantize)
     with cache.building(folder) as partial:
         if partial:

@@ -21,7 +21,9 @@ def finish(array: np.ndarray, dtype: str, widen: bool = True) -> np.ndarray:
     if not widen:
         return array
     if dtype == "BF16":
-        return (array.astype(np.uint32) << 16).view(np.float32)
+        wide = array.astype(np.uint32)
+        wide <<= 16
+        return wide.view(np.float32)
     return array.astype(np.float32) if dtype == "F16" else array
 
 

@@ -7,6 +7,7 @@ Nothing here is for more than one thread.
 import contextlib
 import errno
 import os
+import re
 import shutil
 import sys
 import tempfile
@@ -18,6 +19,7 @@ from mesp_mlx.errors import RunStopped, UserError
 from mesp_mlx.stream.safetensors import read_at, transfer
 
 ALIGNMENT_BYTES = 4096  # of a region: a page, and what macOS's uncached transfers want
+SYNC_BYTES = 256_000_000  # written before the disk is waited for, where the page cache is bypassed
 NO_ROOM = (errno.ENOSPC, getattr(errno, "EDQUOT", errno.ENOSPC), errno.EFBIG)
 
 
@@ -42,7 +44,7 @@ class RunFile:
     def __init__(self, folder: Path, size_bytes: int, backend: Any, bypass_cache: bool = False):
         self.bytes_written = self.bytes_read = self.used_bytes = self.peak_bytes = self.size_bytes = 0
         self.buffers, self.evaluate = backend.buffers, backend.arrays.evaluate
-        self._folder, self._bypass = folder, bypass_cache
+        self._folder, self._bypass, self._dirty_bytes = folder, bypass_cache, 0
         self._free: list[tuple[int, int]] = []  # first byte and one past the last, in order, no two touching
         try:
             # It has no name; on Windows it is deleted as it is closed. The caller closes it.
@@ -101,10 +103,10 @@ class RunFile:
         """
         try:
             transfer(_write_at, self._file.fileno(), [data], offset)
+            self._forget_written(data.nbytes)
         except OSError as error:
             raise RunStopped(f"writing the run's temporary file in {self._folder}: {error.strerror}.") from None
         self.bytes_written += data.nbytes
-        self._drop(offset, data.nbytes)
 
     def read(self, targets: list[memoryview], offset: int) -> None:
         """Fill buffers, one after the other, from an offset on.
@@ -120,7 +122,8 @@ class RunFile:
         if found < wanted:
             raise RunStopped(f"reading the run's temporary file in {self._folder}: it ends {wanted - found} bytes early.")
         self.bytes_read += wanted
-        self._drop(offset, wanted)
+        if self._bypass:
+            drop_from_cache(self._file.fileno(), offset, wanted)
 
     def _grow(self, more_bytes: int) -> None:
         """Reserve more at the end. Raises OSError where there is no room."""
@@ -154,9 +157,13 @@ class RunFile:
             found = f"{_megabytes(shutil.disk_usage(self._folder).free)} are free ({error.strerror})"
         return f"the run's temporary file in {self._folder} needs {wanted}: {found}."
 
-    def _drop(self, offset: int, size_bytes: int) -> None:
-        if self._bypass:
-            drop_from_cache(self._file.fileno(), offset, size_bytes)
+    def _forget_written(self, size_bytes: int) -> None:
+        """Linux drops no page that still waits to be written: so all of them are written now and then, and dropped together."""
+        self._dirty_bytes += size_bytes
+        if self._bypass and self._dirty_bytes >= SYNC_BYTES and hasattr(os, "posix_fadvise"):
+            os.fdatasync(self._file.fileno())
+            drop_from_cache(self._file.fileno(), 0, 0)  # to the end
+            self._dirty_bytes = 0
 
 
 class Parked:
@@ -239,6 +246,16 @@ def drop_from_cache(descriptor: int, offset: int, size_bytes: int) -> None:
     """Let the system forget a range of a file that it keeps in memory, where it can be asked to (Linux)."""
     if hasattr(os, "posix_fadvise"):
         os.posix_fadvise(descriptor, offset, size_bytes, os.POSIX_FADV_DONTNEED)
+
+
+def in_memory(folder: Path, mounts: Path = Path("/proc/mounts")) -> bool:
+    """Whether a folder's files lie in memory, as those of a tmpfs do: known on Linux, elsewhere taken to be false."""
+    try:
+        lines = [line.split() for line in mounts.read_text(encoding="utf-8", errors="surrogateescape").splitlines()]
+    except OSError:
+        return False
+    at, found = folder.resolve(), {Path(re.sub(r"\\(\d{3})", lambda code: chr(int(code[1], 8)), place)): kind for _, place, kind, *_ in lines}
+    return next((found[place] for place in (at, *at.parents) if place in found), "") in ("tmpfs", "ramfs")
 
 
 def keep_out_of_cache(descriptor: int) -> None:

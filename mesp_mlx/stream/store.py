@@ -104,7 +104,8 @@ class Store:
         entries: the model's tensors, as `safetensors.read_folder` finds them.
         spec: its shape.
         backend: whose arrays to fill.
-        resident: the names of stages that are kept once they were opened, in the form they are stored in, until the store is closed; `ALL_STAGES`.
+        resident: the names of stages that are kept once they were opened, until the store is closed; `ALL_STAGES`. What is packed stays packed; the
+            16-bit numbers of a file are float32 on NumPy.
         prefetch: how many expected stages are read ahead of the one that is open.
         hold: whether a stage that is opened with `again` keeps its weights until it is opened next.
         watch: called with a stage's name whenever one is opened: for measuring.

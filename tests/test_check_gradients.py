@@ -213,7 +213,7 @@ def test_an_autodiff_that_is_off_is_no_judge(tiny, backend, tmp_path, monkeypatc
     true = whole_graph.loss_and_gradients
 
     def coarse(model: Any, store: Any, adapter: Any, batches: Any, sink: Any, **rest: Any) -> float:
-        between = SimpleNamespace(check=sink.check, put=lambda gradients: sink.put({name: off(gradient, 1.003) for name, gradient in gradients.items()}))
+        between: Any = SimpleNamespace(check=sink.check, put=lambda gradients: sink.put({name: off(gradient, 1.003) for name, gradient in gradients.items()}))
         return true(model, store, adapter, batches, between, **rest)
 
     monkeypatch.setattr(whole_graph, "loss_and_gradients", coarse)

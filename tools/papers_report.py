@@ -42,6 +42,7 @@ def report(content: Mapping[str, Any], plan: Plan, pictures: Sequence[str] = ())
     quick = plan.name == "quick"
     command = "python tools/reproduce_papers.py" + (" --quick --out DIR" if quick else "")
     lines = ["# The papers' tables, measured again", ""]
+    lines += ["What plans predict of such steps, beside what was measured: [recipes/memory](../memory/RESULTS.md).", ""]
     lines += [f"Made by `{command}` from `results.json` beside it, which holds every figure unrounded. MB are 10^6 bytes.", ""]
     if quick:
         lines += [f"**A reduced version, which shows that everything works and nothing else**: models of {plan.layers} layers, short rows, few updates.", ""]

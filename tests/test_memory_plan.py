@@ -103,7 +103,7 @@ def step(folder: Any, backend: Any, plan: Plan, tmp_path: Any, steps: int = 2, b
 
 
 @needs_mlx
-@pytest.mark.parametrize("case", [case if case == "256, adam" else pytest.param(case, marks=pytest.mark.slow) for case in CASES])
+@pytest.mark.parametrize("case", [case if case == "256, adam" else pytest.param(case, marks=pytest.mark.exhaustive) for case in CASES])
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_the_allocator_peaks_where_the_plan_says(folder, tmp_path, case, name):
     import mlx.core as mx

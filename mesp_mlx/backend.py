@@ -42,6 +42,11 @@ def _numpy() -> ModuleType:
     return reference
 
 
+def on_cpu(backend: ModuleType) -> bool:
+    """Whether a backend computes on a CPU here, where products dequantise their weights."""
+    return backend.arrays.name == "numpy" or backend.quantized.on_cpu()
+
+
 def stored_dtype(entries: Mapping[str, Any]) -> str:
     """The safetensors dtype of a model's floating-point tensors, by its embedding's. entries: as `safetensors.read_folder` gives them."""
     return (entries.get("model.embed_tokens.scales") or entries["model.embed_tokens.weight"]).dtype

@@ -20,8 +20,8 @@ from mesp_mlx.errors import UserError
 from mesp_mlx.interrupt import Interrupts
 from mesp_mlx.memory import measure
 from mesp_mlx.model import source
-from mesp_mlx.report import megabytes
 from mesp_mlx.stream.safetensors import read_array, read_header
+from mesp_mlx.units import megabytes
 
 TRUTH = "mebp"  # whose gradient is the true one: by autodiff, and layer by layer, so that it fits where whole autodiff doesn't
 RESULT = "compare.json"

@@ -162,7 +162,7 @@ def run(settings: Settings) -> None:
             updates = count_updates(settings, len(found.rows.train))
             if settings.iters and settings.iters % settings.grad_accumulation_steps:
                 report.note(f"--iters {settings.iters} is rounded up to whole updates of {settings.grad_accumulation_steps} iterations")
-            plan = planning.decide(found, updates, report)
+            plan, budget = planning.decide(found, updates, report)
             predicted = max(plan.total_bytes, measure.process_peak_bytes())  # what came before may have been more than what is to come
             if settings.dry_run:
                 return
@@ -196,8 +196,6 @@ def run(settings: Settings) -> None:
                 smaller = watchdog.after_update()
                 return smaller and build_model(found, smaller)
 
-            room = planning.room_of(found, plan.base_bytes)
-            budget = max(planning.budget_bytes(room, plan.workload, settings.strategy.fixed), plan.total_bytes)
             watchdog = Watchdog(plan, budget, relieve, lambda: save(adapters.ADAPTER_FILE), report.note)
             store = stack.enter_context(prepared.store(watchdog))
             optimizer = optim.make(settings.optimizer, settings.optimizer_arguments, backend, prepared.shelves.adapter)

@@ -18,9 +18,9 @@ from mesp_mlx.model.model import build
 from mesp_mlx.model.spec import PROJECTIONS, ModelSpec
 from mesp_mlx.model.stages import Batch
 from mesp_mlx.op_checks import bound, dtype_name, error
-from mesp_mlx.report import megabytes
 from mesp_mlx.stream.safetensors import Entry
 from mesp_mlx.stream.store import ALL_STAGES, Store
+from mesp_mlx.units import megabytes
 
 SCALE = config.LoraParameters.model_fields["scale"].default  # mlx-lm's
 ROWS = [f"{projection.split('.')[1]}.lora_{half}" for projection in PROJECTIONS for half in "ab"]  # of a table: each has a tensor in every layer

@@ -209,7 +209,7 @@ def _arrays(name: str, elsewhere: bool) -> Arrays:
         backend = backends.choose(name)
     except UserError:
         return Arrays("mlx", False, False)
-    return Arrays(backend.arrays.name, planning.on_cpu(backend), not elsewhere)
+    return Arrays(backend.arrays.name, backends.on_cpu(backend), not elsewhere)
 
 
 def _itemsize(dtype: str | None, arrays: Arrays, spec: ModelSpec) -> int:

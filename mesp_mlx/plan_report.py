@@ -11,7 +11,8 @@ from rich.table import Column, Table
 from mesp_mlx.memory.choose import as_budget
 from mesp_mlx.memory.plan import PARTS, Plan, Speeds, Workload
 from mesp_mlx.memory.strategy import ALL
-from mesp_mlx.report import duration, megabytes
+from mesp_mlx.report import duration
+from mesp_mlx.units import megabytes
 
 LARGEST = 8  # tensors named
 KEPT = {

@@ -5,11 +5,11 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
+from mesp_mlx import backend as backends
 from mesp_mlx import optim, plan_report
 from mesp_mlx.config import Settings
 from mesp_mlx.data import batches
@@ -24,7 +24,8 @@ from mesp_mlx.memory.plan import Plan, Workload
 from mesp_mlx.memory.strategy import Strategy
 from mesp_mlx.model.convert import nearest_folder
 from mesp_mlx.model.spec import ModelSpec
-from mesp_mlx.report import Report, megabytes
+from mesp_mlx.report import Report
+from mesp_mlx.units import megabytes
 
 if TYPE_CHECKING:
     from mesp_mlx.finetune import Found
@@ -70,8 +71,8 @@ class Room:
         return spare if given == "auto" else self.have.most_bytes
 
 
-def decide(found: "Found", updates: int, report: Report) -> Plan:
-    """The plan of a run, printed in its short form.
+def decide(found: "Found", updates: int, report: Report) -> tuple[Plan, int]:
+    """The plan of a run, printed in its short form, and the bytes that the process may take.
 
     Raises:
         UserError: it does not fit.
@@ -97,7 +98,7 @@ def decide(found: "Found", updates: int, report: Report) -> Plan:
         lines,
         plan_report.facts(plan, speeds) | {"memory": room.memory, "budget_bytes": budget, "predicted_peak_bytes": peak, "updates": updates, "seconds": seconds},
     )
-    return plan
+    return plan, budget
 
 
 def budget_bytes(room: Room, load: Workload, fixed: Mapping[str, Any]) -> int:
@@ -179,7 +180,7 @@ def workload(found: "Found", updates: int = 1) -> Workload:
     """What a run is planned for."""
     itemsize = 4 if found.activation_dtype == found.backend.arrays.float32 else 2
     shape = rows_shape(found.settings, found.rows, updates)
-    return shaped(found.settings, found.spec, found.modules, found.backend.arrays.name, itemsize, on_cpu(found.backend), *shape)
+    return shaped(found.settings, found.spec, found.modules, found.backend.arrays.name, itemsize, backends.on_cpu(found.backend), *shape)
 
 
 def rows_shape(settings: Settings, rows: Rows, updates: int) -> tuple[int, int, int]:
@@ -243,16 +244,11 @@ def run_seconds(plan: Plan, speeds: plans.Speeds, rows: Rows, settings: Settings
     return updates * dataclasses.replace(plan, workload=typical).seconds(speeds)
 
 
-def room_of(found: "Found", base_bytes: int | None = None) -> Room:
-    """What a run in this process may take; base_bytes: what it takes now, unless that was measured before."""
-    backend, base_bytes = found.backend, measure.process_now_bytes() if base_bytes is None else base_bytes
-    working = None if on_cpu(backend) else machine.working_set_bytes(backend.arrays.name)
+def room_of(found: "Found", base_bytes: int) -> Room:
+    """What a run in this process may take."""
+    backend = found.backend
+    working = None if backends.on_cpu(backend) else machine.working_set_bytes(backend.arrays.name)
     return Room(found.settings.memory, machine.memory(), base_bytes, measure.process_peak_bytes(), working)
-
-
-def on_cpu(backend: ModuleType) -> bool:
-    """Whether a backend computes on a CPU here."""
-    return backend.arrays.name == "numpy" or backend.quantized.on_cpu()
 
 
 def _by_name(name: str, load: Workload, base_bytes: int, fixed: Mapping[str, Any]) -> Plan:

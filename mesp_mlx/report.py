@@ -19,13 +19,9 @@ from rich.table import Table
 from rich.text import Text
 
 from mesp_mlx.errors import UserError
+from mesp_mlx.units import megabytes
 
 WAITED_SHARE, MEASURED_BYTES = 0.01, 10_000_000  # waited for in the first update, and read in it: less is not worth a line
-
-
-def megabytes(n_bytes: int) -> str:
-    """A size as people read it: `62.5 MB`."""
-    return f"{n_bytes / 1e6:,.1f} MB"
 
 
 def console(stream: TextIO | None = None) -> Console:

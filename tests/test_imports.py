@@ -77,9 +77,9 @@ def test_what_everyone_may_import_is_pure(module):
 
 
 LAYERS = {  # each may import those it names, and what stands below
-    "mesp_mlx.stream": ("mesp_mlx.stream", "mesp_mlx.model.spec", "mesp_mlx.memory.strategy", "mesp_mlx.errors"),
+    "mesp_mlx.stream": ("mesp_mlx.stream", "mesp_mlx.model.spec", "mesp_mlx.memory.strategy", "mesp_mlx.errors", "mesp_mlx.units"),
     "mesp_mlx.optim": ("mesp_mlx.stream",),
-    "mesp_mlx.adapter": ("mesp_mlx.stream", "mesp_mlx.model.spec", "mesp_mlx.errors"),
+    "mesp_mlx.adapter": ("mesp_mlx.stream", "mesp_mlx.model.spec", "mesp_mlx.errors", "mesp_mlx.units"),
     "mesp_mlx.model": (
         *("mesp_mlx.model", "mesp_mlx.stream", "mesp_mlx.data.group", "mesp_mlx.reference.quantized", "mesp_mlx.child", "mesp_mlx.errors"),
         *CHOICES,

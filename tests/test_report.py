@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from mesp_mlx.errors import UserError
-from mesp_mlx.report import Report, megabytes
+from mesp_mlx.report import Report
+from mesp_mlx.units import megabytes
 
 START: dict[str, Any] = {
     "model": "demo",

@@ -56,7 +56,7 @@ def workload_of(arguments: argparse.Namespace, name: str, layers: int) -> Worklo
     spec = load_spec(make_random_model.quantized(make_random_model.SHAPES[arguments.shape] | {"num_hidden_layers": layers}), "the shape")
     backend, itemsize = backends.choose(arguments.backend), 2 if arguments.dtype == "bfloat16" else 4
     fields = {"backend": arguments.backend, "itemsize": itemsize, "rank": arguments.rank, "moments": MOMENTS[arguments.optimizer], "clip": False}
-    fields |= {"rows": arguments.batch, "width": arguments.seq, "on_cpu": arguments.backend == "numpy" or backend.quantized.on_cpu()}
+    fields |= {"rows": arguments.batch, "width": arguments.seq, "on_cpu": backends.on_cpu(backend)}
     return Workload(spec, tuple(adapters.choose_modules(spec)), **fields, **VARIANTS.get(name, {}))
 
 

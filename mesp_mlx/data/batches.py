@@ -77,11 +77,6 @@ def groups(tokens: TokenSet, rows: Sequence[int] | np.ndarray, limit: int, width
     return result
 
 
-def largest_group(widths: Sequence[int], rows_per_update: int, tile_tokens: int = TILE_TOKENS) -> int:
-    """The most tokens, padding included, that `groups` puts into one group."""
-    return max(width * min(rows_per_update, max(1, tile_tokens // width)) for width in widths)
-
-
 def _group(tokens: TokenSet, rows: list[int], limit: int, width: int) -> Group:
     ids, targets = np.empty((len(rows), width), np.int32), np.empty((len(rows), width), np.int32)
     mask, lengths = np.zeros((len(rows), width), bool), []

@@ -29,15 +29,15 @@ from typing import Any, Literal
 from mesp_mlx.errors import UserError
 from mesp_mlx.memory import plan as plans
 from mesp_mlx.memory import tiles
-from mesp_mlx.memory.plan import Plan, Speeds, Workload
+from mesp_mlx.memory.plan import TYPICAL, Plan, Speeds, Workload
 from mesp_mlx.memory.strategy import ALL, KEEPS, Strategy
+from mesp_mlx.units import megabytes
 
 UNITS = {"b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
 GROUP_TOKENS = 1024
 FLAT = 2  # times the least plan: about what it takes to compute no stage's input twice
 PLACES: tuple[Literal["memory"], Literal["file"]] = ("memory", "file")
 LEAST_WEIGHT_TILE, LEAST_WIDTH_TILE = 1_000_000, 256
-SPEEDS = Speeds(150e9, 1e9, 0.5e9)  # until a machine's are measured
 
 
 class DoesNotFit(UserError):
@@ -75,7 +75,7 @@ def least(workload: Workload, adapter: Literal["memory", "file"] = "memory") -> 
     return min((_smallest_tiles(workload, kind) for kind in kinds), key=lambda strategy: plans.make(workload, strategy, 0).arrays_peak_bytes)
 
 
-def choose(workload: Workload, budget_bytes: int, base_bytes: int, speeds: Speeds = SPEEDS, fixed: Mapping[str, Any] | None = None) -> Plan:
+def choose(workload: Workload, budget_bytes: int, base_bytes: int, speeds: Speeds = TYPICAL, fixed: Mapping[str, Any] | None = None) -> Plan:
     """The fastest plan within a budget that the operating system's count keeps; `fixed` are fields of Strategy set by hand.
 
     Raises:
@@ -216,7 +216,7 @@ def reason(plan: Plan, budget_bytes: int) -> str:
     }
     hints = list(dict.fromkeys(help_by[part] for _, part in largest if part in help_by))
     return (
-        f"planning a run within {budget_bytes / 1e6:,.1f} MB: even with the least memory it takes {plan.total_bytes / 1e6:,.1f} MB "
+        f"planning a run within {megabytes(budget_bytes)}: even with the least memory it takes {megabytes(plan.total_bytes)} "
         f"(largest: {rows}; fullest in the phase '{plan.peak_phase}'). Raise --memory to {as_budget(plan.total_bytes)}"
         + (f", or give {' or '.join(hints)}." if hints else ".")
     )

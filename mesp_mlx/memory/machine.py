@@ -15,10 +15,9 @@ from types import ModuleType
 import numpy as np
 
 from mesp_mlx.memory import measure
-from mesp_mlx.memory.plan import Speeds
+from mesp_mlx.memory.plan import TYPICAL, Speeds
 from mesp_mlx.stream.run_file import drop_from_cache, keep_out_of_cache
 
-TYPICAL = Speeds(150e9, 1e9, 0.5e9)  # what plans are ranked by, so that the same budget gives the same plan whatever else the machine does
 GPU_EXPONENTIALS = 1e11  # a second: on a GPU they hide behind reading and writing the scores
 GPU_OF_TYPICAL = dataclasses.replace(TYPICAL, matrix_flops_per_second=2e12, exponentials_per_second=GPU_EXPONENTIALS)
 MEASURED_SECONDS = 0.1

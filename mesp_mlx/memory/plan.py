@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from mesp_mlx.memory import phases
+from mesp_mlx.memory.measure import KEEP_BYTES
 from mesp_mlx.memory.strategy import Strategy
 from mesp_mlx.memory.table import PARTS, Part, Row, Shape, Tensor, Workload, merged
 from mesp_mlx.model import work
@@ -19,7 +20,6 @@ from mesp_mlx.model import work
 __all__ = ["PARTS", "Plan", "Speeds", "Tensor", "Workload", "make"]
 
 # What the operating system counts beyond arrays, measured as the most that small and large steps took:
-KEEP_BYTES = 4_000_000  # freed buffers that MLX keeps (memory.measure sets the limits), unless the budget has room for more
 MOST_KEPT_BYTES = 32_000_000  # with so much no page is cleared twice, measured
 HEAP_BYTES = 4_000_000  # what glibc keeps of smaller ones
 MLX_BYTES = 5_500_000  # MLX's and the BLAS's code and buffers, as they are first used
@@ -37,6 +37,9 @@ class Speeds:
     write_bytes_per_second: float
     dequantised_per_second: float = 0.7e9
     exponentials_per_second: float = 0.1e9
+
+
+TYPICAL = Speeds(150e9, 1e9, 0.5e9)  # what plans are ranked by, so that the same budget gives the same plan whatever else the machine does
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,6 @@ from mesp_mlx.model.spec import PROJECTIONS, ModelSpec
 
 Part = Literal["adapter", "gradients", "optimizer", "weights", "checkpoints", "states", "stage", "head", "tokens", "slack", "base"]
 PARTS: tuple[Part, ...] = ("adapter", "gradients", "optimizer", "weights", "checkpoints", "states", "stage", "head", "tokens", "slack", "base")
-OUTSIDE = ("tokens", "slack", "base")  # the allocator does not count them, the operating system does
 SIZES = {"float32": 4, "bfloat16": 2, "float16": 2, "uint32": 4, "int32": 4, "uint8": 1, "bool": 1}
 STORED = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 ATTENTION, MLP = PROJECTIONS[:4], PROJECTIONS[4:]

@@ -10,6 +10,7 @@ from pathlib import Path
 from mesp_mlx.errors import RunStopped
 from mesp_mlx.memory import choose, measure
 from mesp_mlx.memory.plan import Plan
+from mesp_mlx.units import megabytes
 
 MARGIN = 0.01  # of the budget: so much below it the watchdog acts; it stops a run only above the budget itself
 
@@ -62,7 +63,9 @@ class Watchdog:
         elif not self._relieved and found >= (1 - MARGIN) * self._budget_bytes:
             self._relieved = True
             self._relieve()
-            self._note(f"memory: {_mb(found)} at {stage}, the budget is {_mb(self._budget_bytes)}: no weights stay resident or are read ahead from now on")
+            self._note(
+                f"memory: {megabytes(found)} at {stage}, the budget is {megabytes(self._budget_bytes)}: no weights stay resident or are read ahead from now on"
+            )
 
     def after_update(self) -> Plan | None:
         """An update is over, and the adapter whole. The plan to go on by, where it changes.
@@ -88,10 +91,10 @@ class Watchdog:
     def _stop(self) -> None:
         saved = self._save()
         parts = sorted(((size, part) for part, size in self._plan.by_part().items()), reverse=True)
-        table = "\n".join(f"  {part:<11} {_mb(size):>12}" for size, part in parts)
+        table = "\n".join(f"  {part:<11} {megabytes(size):>12}" for size, part in parts)
         after = f"{self._updates} update{'' if self._updates == 1 else 's'}"
         raise RunStopped(
-            f"the process takes {_mb(self._above_bytes)} of memory, the budget is {_mb(self._budget_bytes)}, and nothing is left to give up. "
+            f"the process takes {megabytes(self._above_bytes)} of memory, the budget is {megabytes(self._budget_bytes)}, and nothing is left to give up. "
             f"The adapter after {after} is in {saved}. Raise --memory, or lower --max-seq-length or --rank. By the plan an update takes\n{table}"
         )
 
@@ -101,7 +104,3 @@ def leaner(plan: Plan) -> Plan:
     now = plan.strategy
     places = {"checkpoints": now.checkpoints, "states": now.states, "gradients": now.gradients, "adapter": now.adapter}
     return dataclasses.replace(plan, strategy=dataclasses.replace(choose.least(plan.workload), **places))
-
-
-def _mb(n_bytes: int) -> str:
-    return f"{n_bytes / 1e6:,.1f} MB"

@@ -17,6 +17,7 @@ from typing import Any
 
 from mesp_mlx.errors import RunStopped, UserError
 from mesp_mlx.stream.safetensors import read_at, transfer
+from mesp_mlx.units import megabytes
 
 ALIGNMENT_BYTES = 4096  # of a region: a page, and what macOS's uncached transfers want
 SYNC_BYTES = 256_000_000  # written before the disk is waited for, where the page cache is bypassed
@@ -58,7 +59,7 @@ class RunFile:
         except OSError as error:
             self._file.close()
             hint = "Free some there, or give the run more memory (--memory), so that less goes into the file."
-            raise UserError(f"{self._no_room(_megabytes(size_bytes), error)} {hint}") from None
+            raise UserError(f"{self._no_room(megabytes(size_bytes), error)} {hint}") from None
 
     def put(self, tree: Any) -> "Parked":
         """Write a tree's arrays: a nested dict, list or tuple of them; None stays None. A tree that is Parked already is returned as it is.
@@ -82,7 +83,7 @@ class RunFile:
             try:
                 self._grow(size - at_end)
             except OSError as error:
-                raise RunStopped(f"{self._no_room(f'{_megabytes(size - at_end)} more', error)} Free some there, and start again.") from None
+                raise RunStopped(f"{self._no_room(f'{megabytes(size - at_end)} more', error)} Free some there, and start again.") from None
         first, last = self._free.pop(place)
         if first + size < last:
             self._free.insert(place, (first + size, last))
@@ -154,7 +155,7 @@ class RunFile:
     def _no_room(self, wanted: str, error: OSError) -> str:
         found = error.strerror
         with contextlib.suppress(OSError):
-            found = f"{_megabytes(shutil.disk_usage(self._folder).free)} are free ({error.strerror})"
+            found = f"{megabytes(shutil.disk_usage(self._folder).free)} are free ({error.strerror})"
         return f"the run's temporary file in {self._folder} needs {wanted}: {found}."
 
     def _forget_written(self, size_bytes: int) -> None:
@@ -221,14 +222,11 @@ class Parked:
 class InMemory:
     """What stands in for a RunFile where trees stay in memory."""
 
-    bytes_written = bytes_read = used_bytes = peak_bytes = 0
+    bytes_written = bytes_read = peak_bytes = 0
 
     def put(self, tree: Any) -> Any:
         """The tree itself."""
         return tree
-
-    def close(self) -> None:
-        """Nothing is to be given up."""
 
 
 def fetch(tree: Any) -> Any:
@@ -268,10 +266,6 @@ def keep_out_of_cache(descriptor: int) -> None:
 
 def _aligned(size_bytes: int) -> int:
     return -(-size_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
-
-
-def _megabytes(size_bytes: int) -> str:
-    return f"{size_bytes / 1e6:,.1f} MB"
 
 
 def _write_at(descriptor: int, buffers: list[memoryview], offset: int) -> int:

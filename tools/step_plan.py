@@ -74,7 +74,11 @@ def plan_of(arguments: argparse.Namespace, name: str, layers: int, base_bytes: i
     fixed = {field: value for field in FIELDS if (value := getattr(arguments, field)) is not None}
     if isinstance(arguments.memory, int):
         budget = _total(workload, arguments.memory)
-        return dataclasses.replace(plans.roomier(choose.choose(workload, budget, 0, fixed=fixed), budget), base_bytes=base_bytes)
+        chosen = choose.choose(workload, budget, 0, fixed=fixed)
+        if (excess := chosen.arrays_peak_bytes - arguments.memory) > 0:  # what is beyond arrays differs from plan to plan
+            budget -= 2 * excess
+            chosen = choose.choose(workload, budget, 0, fixed=fixed)
+        return dataclasses.replace(plans.roomier(chosen, budget), base_bytes=base_bytes)
     if arguments.memory == "auto":
         base = BASE_BYTES[workload.backend]
         budget = choose.flat_bytes(workload, base, fixed)

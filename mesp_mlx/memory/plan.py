@@ -21,7 +21,7 @@ __all__ = ["PARTS", "Plan", "Speeds", "Tensor", "Workload", "make"]
 
 # What the operating system counts beyond arrays, measured as the most that small and large steps took:
 MOST_KEPT_BYTES = 32_000_000  # with so much no page is cleared twice, measured
-HEAP_BYTES = 4_000_000  # what glibc keeps of smaller ones
+HEAP_BYTES, HEAP_SHARE = 4_000_000, 0.55  # what glibc keeps of smaller ones, and, of what a stage makes, the holes that arrays of many sizes leave
 MLX_BYTES = 5_500_000  # MLX's and the BLAS's code and buffers, as they are first used
 SLACK_BYTES = 8_500_000  # the same of Python and NumPy
 SLACK, NUMPY_SLACK = 0.02, 0.12  # of the arrays' peak: pages partly used; and what glibc keeps of freed arrays, MLX's being given back at once
@@ -109,7 +109,8 @@ class Plan:
         """What the operating system counts beyond arrays: freed buffers in the allocator's cache, pages not given back."""
         if self.workload.backend == "numpy":
             return SLACK_BYTES + int(NUMPY_SLACK * self.arrays_peak_bytes)
-        return SLACK_BYTES + MLX_BYTES + HEAP_BYTES + self.keep_bytes + int(SLACK * self.arrays_peak_bytes)
+        holes = HEAP_SHARE * max(moment.made_bytes for moment in self.moments.values())
+        return SLACK_BYTES + MLX_BYTES + HEAP_BYTES + self.keep_bytes + int(SLACK * self.arrays_peak_bytes + holes)
 
     @property
     def total_bytes(self) -> int:

@@ -14,23 +14,18 @@ from typing import Any
 import numpy as np
 
 from mesp_mlx.errors import RunStopped, UserError
-from mesp_mlx.model.spec import PROJECTIONS, ModelSpec
+from mesp_mlx.model.spec import Spec
 from mesp_mlx.stream.run_file import fetch
 from mesp_mlx.stream.safetensors import Entry, Writer, read_array, read_header, to_float32
 from mesp_mlx.stream.shelves import IN_MEMORY, Shelf
 
 ADAPTER_FILE, CONFIG_FILE = "adapters.safetensors", "adapter_config.json"
-# mlx.nn walks a layer's modules from the last one set to the first; that is the order in which mlx-lm draws.
-MLX_LM_ORDER = (
-    "mlp.up_proj", "mlp.down_proj", "mlp.gate_proj",
-    "self_attn.o_proj", "self_attn.v_proj", "self_attn.k_proj", "self_attn.q_proj",
-)  # fmt: skip
 
 
-def choose_modules(spec: ModelSpec, num_layers: int = -1, keys: Sequence[str] | None = None) -> list[str]:
+def choose_modules(spec: Spec, num_layers: int = -1, keys: Sequence[str] | None = None) -> list[str]:
     """Full names of the linears to adapt, in the order in which mlx-lm adapts them.
 
-    num_layers: the last N layers, or -1 for all. keys: names inside a layer, such as "self_attn.q_proj"; None for all seven projections.
+    num_layers: the last N layers, or -1 for all. keys: names inside a layer, such as "self_attn.q_proj"; None for all linears of a layer.
 
     Raises:
         UserError: the model has fewer layers, or a key names no linear of a layer.
@@ -39,25 +34,28 @@ def choose_modules(spec: ModelSpec, num_layers: int = -1, keys: Sequence[str] | 
         raise UserError(f"choosing what to adapt: {num_layers} layers were asked for, the model has {spec.num_layers}. Lower --num-layers, or -1 for all.")
     if num_layers < 1 and num_layers != -1:
         raise UserError(f"choosing what to adapt: the number of layers is {num_layers}. Give --num-layers 1 to {spec.num_layers}, or -1 for all.")
-    keys = PROJECTIONS if keys is None else keys
-    unknown = [key for key in keys if key not in PROJECTIONS]
+    inside, outside = spec.adaptable_keys(), spec.outside_keys()
+    if keys is None and not inside:
+        beside = f" --keys may name what stands beside them: {', '.join(outside)}." if outside else ""
+        raise UserError(f"choosing what to adapt: the layers of a {spec.model_type} model have no linear that mlx-lm's LoRA fits.{beside}")
+    keys = inside if keys is None else keys
+    unknown = [key for key in keys if key not in (*inside, *outside)]
     if unknown or not keys:
         found = f"no module is called {' or '.join(map(repr, unknown))}" if unknown else "no module was named"
-        raise UserError(f"choosing what to adapt: {found}. Those that can be adapted: {', '.join(PROJECTIONS)}.")
-    first = 0 if num_layers == -1 else spec.num_layers - num_layers
-    return [f"model.layers.{layer}.{key}" for layer in range(first, spec.num_layers) for key in MLX_LM_ORDER if key in keys]
+        raise UserError(f"choosing what to adapt: {found}. Those that can be adapted: {', '.join((*inside, *outside))}.")
+    return spec.choose(spec.num_layers if num_layers == -1 else num_layers, keys)
 
 
-def shapes(spec: ModelSpec, modules: Sequence[str], rank: int) -> dict[str, tuple[int, int]]:
-    """Name and shape of every adapter tensor: lora_a [in, R] and lora_b [R, out] of each module."""
+def shapes(spec: Spec, modules: Sequence[str], rank: int) -> dict[str, tuple[int, ...]]:
+    """Name and shape of every adapter tensor: lora_a [in, R] and lora_b [R, out] of each linear; experts' have theirs one after another (see the spec)."""
     result = {}
     for module in modules:
-        width_out, width_in = spec.linear_shape(module.split(".", 3)[3])
-        result |= {f"{module}.lora_a": (width_in, rank), f"{module}.lora_b": (rank, width_out)}
+        a, b = spec.pair_shapes(module, rank)
+        result |= {f"{module}.lora_a": a, f"{module}.lora_b": b}
     return result
 
 
-def initialise(spec: ModelSpec, modules: Sequence[str], rank: int, seed: int, backend: Any, shelf: Shelf = IN_MEMORY.adapter) -> dict[str, Any]:
+def initialise(spec: Spec, modules: Sequence[str], rank: int, seed: int, backend: Any, shelf: Shelf = IN_MEMORY.adapter) -> dict[str, Any]:
     """The adapter that mlx-lm starts from when it is seeded with `seed`: A uniform within 1/sqrt(in), B zero.
 
     Same bits as mlx-lm, on both backends, for modules in the order of `choose_modules`; no global random state is touched.
@@ -70,7 +68,7 @@ def initialise(spec: ModelSpec, modules: Sequence[str], rank: int, seed: int, ba
         # mlx-lm makes a Linear that it throws away before each A, and that takes a key too.
         key, _ = backend.random.split(key)
         key, drawn = backend.random.split(key)
-        bound = 1 / math.sqrt(shape[0])
+        bound = 1 / math.sqrt(shape[0] if len(shape) == 2 else shape[-1])  # experts' A are [E, R, in]
         adapter[name] = shelf.put(backend.arrays.evaluate(backend.random.uniform(drawn, -bound, bound, shape)))
     return adapter
 
@@ -140,7 +138,7 @@ def read_entries(path: Path) -> tuple[Path, dict[str, Entry]]:
     return file, read_header(file)[0]
 
 
-def load(path: Path, spec: ModelSpec, modules: Sequence[str], rank: int, backend: Any, shelf: Shelf = IN_MEMORY.adapter) -> dict[str, Any]:
+def load(path: Path, spec: Spec, modules: Sequence[str], rank: int, backend: Any, shelf: Shelf = IN_MEMORY.adapter) -> dict[str, Any]:
     """The adapter in a file, or in a folder's adapters.safetensors, as float32; its tensors must be those of modules and rank.
 
     Raises:
@@ -163,7 +161,7 @@ def load(path: Path, spec: ModelSpec, modules: Sequence[str], rank: int, backend
         else:
             adapter[name] = shelf.put(backend.arrays.evaluate(backend.arrays.asarray(values)))
     if wrong:
-        ranks = {entry.shape[-1] for name, entry in entries.items() if name.endswith(".lora_a") and entry.shape}
+        ranks = {entry.shape[1] for name, entry in entries.items() if name.endswith(".lora_a") and len(entry.shape) > 1}
         hint = f" The file's rank is {ranks.pop()}." if len(ranks) == 1 and ranks != {rank} else ""
         raise UserError(
             f"resuming from {file}: it does not fit this model with rank {rank} on {len(modules)} modules.{hint} Give the --rank, --num-layers and --keys "

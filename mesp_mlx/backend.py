@@ -2,12 +2,14 @@
 
 import importlib.util
 import platform
+from collections import Counter
 from collections.abc import Mapping
 from types import ModuleType
 from typing import Any
 
 from mesp_mlx.errors import UserError
 
+FLOATS = ("F32", "F16", "BF16")
 INSTALL = {
     "Darwin": "pip install 'mlx>=0.32.4,<0.33' (Apple silicon)",
     "Linux": "pip install 'mesp-mlx[cpu]' or, with an NVIDIA GPU, 'mesp-mlx[cuda]' (MLX's wheels need glibc 2.35 or newer)",
@@ -48,8 +50,11 @@ def on_cpu(backend: ModuleType) -> bool:
 
 
 def stored_dtype(entries: Mapping[str, Any]) -> str:
-    """The safetensors dtype of a model's floating-point tensors, by its embedding's. entries: as `safetensors.read_folder` gives them."""
-    return (entries.get("model.embed_tokens.scales") or entries["model.embed_tokens.weight"]).dtype
+    """The safetensors dtype of most of a model's floating-point numbers. entries: as `safetensors.read_folder` gives them."""
+    sizes = Counter[str]()
+    for entry in entries.values():
+        sizes[entry.dtype] += entry.size_bytes if entry.dtype in FLOATS else 0
+    return max(sizes, key=lambda dtype: sizes[dtype])
 
 
 def activation_dtype(backend: Any, stored: str) -> Any:

@@ -14,6 +14,8 @@ A tensor's error is max|difference| / max|truth|; in float32 it may be 1e-4. Whe
 by: whole autodiff on MLX's CPU device, for one, is 1e-4 off with a large vocabulary. Then NumPy in float64 walks the whole model and judges instead: structured
 gradients may be 1e-4 from it, or SLACK times what the better autodiff is, but never over 2e-3. NaN never passes. GPUs are told to multiply in whole float32.
 
+A generic model (see model/generic.py) has no structured backward: its streamed gradients are compared with those of mlx-lm's own modules, by whole autodiff.
+
 No more of the model is held than in training, but by whole autodiff; of gradients, two sets, and whole autodiff's.
 """
 
@@ -21,10 +23,11 @@ import dataclasses
 import json
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from rich import box
@@ -38,17 +41,27 @@ from mesp_mlx.config import Settings
 from mesp_mlx.data import batches
 from mesp_mlx.data.group import Group
 from mesp_mlx.data.rows import read_rows
+from mesp_mlx.engine.backprop import loss_and_gradients
+from mesp_mlx.engine.sink import HeldSink
 from mesp_mlx.errors import UserError
 from mesp_mlx.interrupt import Interrupts
 from mesp_mlx.memory import measure
+from mesp_mlx.model import architecture
 from mesp_mlx.model.model import build
-from mesp_mlx.model.spec import ModelSpec
+from mesp_mlx.model.spec import ModelSpec, Spec
 from mesp_mlx.model.stages import Batch
-from mesp_mlx.model_checks import MOST, ROWS, SCALE, Comparison, Gradients, Subject, compare
+from mesp_mlx.model_checks import MOST, SCALE, Comparison, Gradients, Subject, available_bytes, compare, errors_of
 from mesp_mlx.op_checks import FLOORS, SLACK, Check, dtype_name
+from mesp_mlx.stream.safetensors import Entry
+from mesp_mlx.stream.shelves import IN_MEMORY
 from mesp_mlx.stream.store import Store
+from mesp_mlx.units import megabytes
+
+if TYPE_CHECKING:
+    from mesp_mlx.model.generic import GenericSpec
 
 B_SHARE = 0.1  # of A's size, for B
+ARRAYS_OF_A_LAYER = 60  # of the model's width, for each position, that a graph keeps
 
 
 def run(flags: dict[str, Any], seq: int, layers: int, json_file: str | None = None, dtype: str | None = None) -> int:
@@ -86,21 +99,25 @@ def run(flags: dict[str, Any], seq: int, layers: int, json_file: str | None = No
         stack.enter_context(Interrupts())
         stack.enter_context(np.errstate(over="ignore", invalid="ignore"))  # what is not finite fails
         stack.enter_context(measure.small_cache(arrays.arrays.name))
-        found, spec, entries = finetune.open_model(settings)
+        found, spec, entries = finetune.open_model(settings, arrays)
         if seq > spec.max_positions:
             raise UserError(f"--seq is {seq}, but the model was made for {spec.max_positions} positions. Lower it.")
         rank, seed = settings.lora_parameters.rank, settings.seed
         group = _data_row(settings, files, seq, spec, found.folder) if data else _random_row(spec, seq, seed)
         activations = asked or backends.activation_dtype(arrays, backends.stored_dtype(entries))
-        subject = Subject(spec, entries, arrays, group, _random_adapter(spec, rank, seed))
+        adapter = _random_adapter(spec, rank, seed)
         facts = {
             "model": found.name, "family": spec.model_type, "backend": arrays.arrays.name, "dtype": dtype_name(activations), "layers": spec.num_layers,
             "data": data or "random tokens", "positions": group.ids.size, "supervised": int(group.mask.sum()), "rank": rank, "scale": SCALE, "seed": seed,
         }  # fmt: skip
         console.print(", ".join(f"{name} {value:g}" if isinstance(value, float) else f"{name} {value}" for name, value in facts.items()), soft_wrap=True)
-        checks = _op_checks(subject, activations, seed)
-        note(f"ops and stages of the first layer, and the head: {sum(check.passed for check in checks)} of {len(checks)} within their bounds")
-        comparisons = compare(subject, layers, activations, all(check.passed for check in checks), note)
+        if isinstance(spec, ModelSpec):
+            subject = Subject(spec, entries, arrays, group, adapter)
+            checks = _op_checks(subject, activations, seed)
+            note(f"ops and stages of the first layer, and the head: {sum(check.passed for check in checks)} of {len(checks)} within their bounds")
+            comparisons = compare(subject, layers, activations, all(check.passed for check in checks), note)
+        else:
+            checks, comparisons = [], [_by_whole_autodiff(found.folder, spec, entries, arrays, group, adapter, rank, note)]
     line = verdict(checks, comparisons)
     exact = all(check.passed for check in checks) and all(comparison.passed for comparison in comparisons)
     _print(console, checks, comparisons)
@@ -134,22 +151,66 @@ def _op_checks(subject: Subject, dtype: Any, seed: int) -> list[Check]:
     return checks
 
 
-def _random_adapter(spec: ModelSpec, rank: int, seed: int) -> Gradients:
-    """A as training starts, B uniform and a tenth of its size: seven projections in every layer."""
+def _by_whole_autodiff(
+    folder: Path,
+    spec: "GenericSpec",
+    entries: Mapping[str, Entry],
+    backend: ModuleType,
+    group: Group,
+    adapter: Gradients,
+    rank: int,
+    note: Callable[[str], None],
+) -> Comparison:
+    """A generic model's gradients, streamed, beside those of mlx-lm's modules by autodiff of the whole. No backward of it is written by hand.
+
+    Raises:
+        UserError: the whole may not fit in memory.
+    """
+    note(f"structured: nothing. {spec.model_type} is trained through mlx-lm's own modules, a layer at a time: that is compared with the whole at once")
+    needed, room = whole_bytes(spec, entries, group, adapter), available_bytes()
+    if needed > room:
+        raise UserError(
+            f"checking the gradients of {spec.model_type}, which has no structured ones: the whole model in one graph may need {megabytes(needed)}, and "
+            f"{megabytes(room)} of memory are free. Lower --seq, or take a smaller model of this type."
+        )
+    from mesp_mlx.model import generic_truth
+
+    modules, streamed = adapters.choose_modules(spec), Gradients()
+    model = architecture.build(spec, entries, backend, SCALE, modules, rank)
+    sink = HeldSink(backend, IN_MEMORY.gradients, 1, 0.0, lambda name, gradient: streamed.update({name: np.array(backend.arrays.to_numpy(gradient))}))
+    with Store(entries, spec, backend) as store:
+        given = {name: backend.arrays.asarray(array) for name, array in adapter.items()}
+        loss_and_gradients(model, store, given, [Batch(group)], sink)
+    sink.finish()
+    _, truth = generic_truth.whole_gradients(folder, spec.adaptable_keys(), spec.num_layers, rank, SCALE, adapter, [group])
+    comparison = Comparison("mlx-lm's whole autodiff", spec.num_layers, "float32", errors_of(streamed, truth))
+    note(f"streamed against {comparison.summary().removeprefix('structured against ')}")
+    return comparison
+
+
+def whole_bytes(spec: "GenericSpec", entries: Mapping[str, Entry], group: Group, adapter: Gradients) -> int:
+    """What autodiff of a whole generic model may take, in bytes: its weights, so many arrays of each layer, of which nothing closer is known, and logits."""
+    stored = sum(entry.size_bytes * (2 if entry.dtype in ("F16", "BF16") else 1) for entry in entries.values())
+    arrays = spec.num_layers * ARRAYS_OF_A_LAYER * spec.hidden_size + 5 * spec.vocab_size
+    return int(1.2 * (stored + 4 * group.ids.size * arrays + 3 * sum(array.nbytes for array in adapter.values())))
+
+
+def _random_adapter(spec: Spec, rank: int, seed: int) -> Gradients:
+    """A as training starts, B uniform and a tenth of its size: what can be adapted, in every layer."""
     modules, rng = adapters.choose_modules(spec), np.random.default_rng([seed, 0])
     adapter = adapters.initialise(spec, modules, rank, seed, reference)
     for module in modules:
         a, b = adapter[f"{module}.lora_a"], adapter[f"{module}.lora_b"]
-        b[:] = rng.uniform(-B_SHARE, B_SHARE, b.shape) / np.sqrt(len(a))
+        b[:] = rng.uniform(-B_SHARE, B_SHARE, b.shape) / np.sqrt(a.shape[-1] if a.ndim > 2 else len(a))
     return adapter
 
 
-def _random_row(spec: ModelSpec, seq: int, seed: int) -> Group:
+def _random_row(spec: Spec, seq: int, seed: int) -> Group:
     tokens = np.random.default_rng([seed, 2]).integers(0, spec.vocab_size, (1, seq), dtype=np.int32)
     return Group(tokens[:, :-1], tokens[:, 1:], np.ones((1, seq - 1), bool), (0,), (seq - 1,))
 
 
-def _data_row(settings: Settings, files: Mapping[str, Path | None], seq: int, spec: ModelSpec, folder: Path) -> Group:
+def _data_row(settings: Settings, files: Mapping[str, Path | None], seq: int, spec: Spec, folder: Path) -> Group:
     """The first row of the data that is long enough and has something supervised, cut, masked as finetune masks it."""
     rows = read_rows(settings, files, folder, spec, config.cache_folder() / "tokens").train_set
     lengths = rows.lengths()
@@ -170,14 +231,14 @@ def _print(console: Console, checks: list[Check], comparisons: list[Comparison])
         figures = (f"{figure:.1e}" for figure in (check.errors[check.worst], max(check.autodiff.values()), check.bound))
         ops.add_row(check.name, check.dtype, check.worst, *figures, "ok" if check.passed else "WRONG")
     projections = Table("worst, median", *(f"{comparison.title}{' (settled)' if comparison.settled else ''}" for comparison in comparisons), box=style)
-    for name in ROWS:
+    for name in comparisons[0].rows():
         cells = []
         for comparison in comparisons:
             row = comparison.rows()[name]
             fine = comparison.settled or row["worst"] <= comparison.bound
             cells.append(f"{row['worst']:.1e} {row['median']:.1e}{'' if fine else ' WRONG'}")
         projections.add_row(name.replace(".lora_a", " A").replace(".lora_b", " B"), *cells)
-    for part in ("", ops, "", projections, ""):
+    for part in (*(("", ops) if checks else ()), "", projections, ""):
         console.print(part)
 
 

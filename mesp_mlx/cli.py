@@ -68,6 +68,7 @@ def finetune(
     mezo_perturbations: Annotated[int | None, _flag("mezo_perturbations")] = None,
     backend: Annotated[str | None, _flag("backend")] = None,
     quantize: Annotated[str | None, _flag("quantize")] = None,
+    trust_remote_code: Annotated[bool | None, _flag("trust_remote_code", "--trust-remote-code")] = None,
     memory: Annotated[str | None, _flag("memory")] = None,
     dry_run: Annotated[bool | None, _flag("dry_run", "--dry-run")] = None,
     try_step: Annotated[bool | None, _flag("try_step", "--try-step")] = None,
@@ -101,7 +102,6 @@ def finetune(
     test_batches: Annotated[int | None, _refused("test_batches")] = None,
     report_to: Annotated[str | None, _refused("report_to")] = None,
     project_name: Annotated[str | None, _refused("project_name")] = None,
-    trust_remote_code: Annotated[bool | None, _refused("trust_remote_code", "--trust-remote-code")] = None,
     clear_cache_threshold: Annotated[str | None, _refused("clear_cache_threshold")] = None,
 ) -> None:
     """Train a LoRA adapter for a language model."""
@@ -121,6 +121,7 @@ def check_gradients(
     rank: Annotated[int, typer.Option(help="rank of the random adapter")] = 8,
     backend: Annotated[str, _flag("backend")] = "auto",
     quantize: Annotated[str, _flag("quantize")] = "4",
+    trust_remote_code: Annotated[bool, _flag("trust_remote_code", "--trust-remote-code")] = False,
     seed: Annotated[int, typer.Option(help="seed of the adapter and of random tokens")] = 0,
     dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16: of activations on MLX (default: as in training)")] = None,
     json_file: Annotated[str | None, typer.Option("--json", help="file for the figures")] = None,
@@ -128,7 +129,7 @@ def check_gradients(
     """Compare the structured gradients of a model with autodiff's; exit code 1 if they differ."""
     from mesp_mlx.check_gradients import run
 
-    flags = {"model": model, "data": data, "rank": rank, "backend": backend, "quantize": quantize, "seed": seed}
+    flags = {"model": model, "data": data, "rank": rank, "backend": backend, "quantize": quantize, "seed": seed, "trust_remote_code": trust_remote_code}
     return run(flags, seq, layers, json_file, dtype)
 
 
@@ -151,6 +152,7 @@ def compare(
     seed: Annotated[int | None, _flag("seed")] = None,
     backend: Annotated[str | None, _flag("backend")] = None,
     quantize: Annotated[str | None, _flag("quantize")] = None,
+    trust_remote_code: Annotated[bool | None, _flag("trust_remote_code", "--trust-remote-code")] = None,
 ) -> int:
     """Train by each method in turn, measure each in a process of its own, and draw what was measured."""
     flags = locals()
@@ -180,6 +182,7 @@ def plan(
     backend: Annotated[str | None, _flag("backend")] = None,
     dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16: of activations (default: as in training)")] = None,
     quantize: Annotated[str | None, _flag("quantize")] = None,
+    trust_remote_code: Annotated[bool | None, _flag("trust_remote_code", "--trust-remote-code")] = None,
     find: Annotated[str | None, typer.Option(help="seq, batch or rank: say the largest that fits")] = None,
     matrix: Annotated[bool, typer.Option("--devices", help="this model, or popular ones, by all devices")] = False,
     json_file: Annotated[str | None, typer.Option("--json", help="file for the figures, - for standard output")] = None,
@@ -204,6 +207,18 @@ def plan(
     from mesp_mlx.plan_command import Asked, run
 
     return run(file, flags, Asked(**own))
+
+
+@app.command()
+def architectures(
+    types: Annotated[list[str] | None, typer.Argument(help="model types of mlx-lm to try (default: all it has)")] = None,
+    json_file: Annotated[str | None, typer.Option("--json", help="file for the figures")] = None,
+    markdown: Annotated[bool, typer.Option("--markdown", help="print a table in Markdown")] = False,
+) -> int:
+    """Say which of mlx-lm's model types train here, and how, by training a tiny random model of each; exit code 1 if a gradient is wrong."""
+    from mesp_mlx.architectures import run
+
+    return run(types or [], json_file, markdown)
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -14,12 +14,12 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from mesp_mlx import __version__, child, config, finetune, plots, report, sources
+from mesp_mlx import __version__, child, finetune, plots, report, sources
+from mesp_mlx import backend as backends
 from mesp_mlx.config import METHOD_DEFAULTS, VARIANTS, Settings
 from mesp_mlx.errors import UserError
 from mesp_mlx.interrupt import Interrupts
 from mesp_mlx.memory import measure
-from mesp_mlx.model import source
 from mesp_mlx.stream.safetensors import read_array, read_header
 from mesp_mlx.units import megabytes
 
@@ -54,7 +54,7 @@ def run(out: str, config_file: str | None, methods: str, flags: dict[str, Any]) 
         rate = f"{settings['mezo'].learning_rate:g} by a {settings['mezo'].lr_schedule.name}"
         console.print(f"lr_schedule's arguments are the other methods' rate; mezo's is {rate}: see --mezo-learning-rate", soft_wrap=True)
     with Interrupts() as interrupts, tempfile.TemporaryDirectory(prefix="mesp-mlx-") as temporary:
-        model = source.resolve_apart(shared.model, config.cache_folder(), shared.quantize).name
+        model = finetune.open_model(shared, backends.choose(shared.backend))[0].name
         true_gradient = Path(temporary) / "truth.safetensors"
         console.print(f"the true gradient, by {TRUTH}", soft_wrap=True)
         true = _ask("the true gradient", config_file, truth, true_gradient)

@@ -29,7 +29,6 @@ NOT_SERVED = {
     "text_feature": f"other column names {LATER}; name the column 'text'",
     "report_to": f"reporting to a service {LATER}; json_log writes every event to a file",
     "project_name": f"reporting to a service {LATER}",
-    "trust_remote_code": "code that comes with a model is never run",
     "clear_cache_threshold": "the memory cache has a fixed limit here",
 }
 
@@ -186,6 +185,7 @@ class Settings(Section):
     quantize: Annotated[Literal["4", "none"], BeforeValidator(lambda v: str(v) if type(v) is int else v)] = Field(
         "4", description="an unquantised model is quantised to 4 bits into the cache, or trained on as it is (none)"
     )
+    trust_remote_code: bool = Field(default=False, description="run Python code that comes with the model or its tokenizer")
     memory: Annotated[str, AfterValidator(_budget)] = Field(
         default="auto",
         description="what the whole process may take, for the fastest plan within it: auto (twice the least, as far as this machine can spare it), a size as "
@@ -247,7 +247,7 @@ class Settings(Section):
                 f"gradients applied as they come can't be clipped, and grad_clip is {self.grad_clip:g}: set grad_clip to 0, or gradients to held or spilled"
             )
         for key, value in self.strategy.fixed.items():
-            if key in _without_effect(self.method, self.tiled_head):
+            if key in without_effect(self.method, self.tiled_head):
                 raise ValueError(f"strategy.{key} is {value}, which method {self.method} makes no use of: remove it, or take method mesp")
         if self.dry_run and self.try_step:
             raise ValueError("both dry_run and try_step are given: keep one")
@@ -270,7 +270,7 @@ class Settings(Section):
         return getattr(self.optimizer_config, self.optimizer).model_dump()
 
 
-def _without_effect(method: str, tiled_head: bool) -> set[str]:
+def without_effect(method: str, tiled_head: bool) -> set[str]:
     """The choices by hand that a method has nothing for."""
     if method == "backprop":  # one graph of the whole model, whose arrays lie where autodiff puts them
         return set(Choices.model_fields)

@@ -1,4 +1,4 @@
-"""The two ways a run ends early; the command line turns each into one message and an exit code."""
+"""The ways a run ends early; the command line turns each into one message and an exit code."""
 
 
 class UserError(Exception):
@@ -6,6 +6,10 @@ class UserError(Exception):
 
     The message says what was being done, what was found, what was expected and what to change.
     """
+
+
+class Unserved(UserError):
+    """A config that may well be right, of a model that no structured family describes: the generic stage may."""
 
 
 class RunStopped(Exception):

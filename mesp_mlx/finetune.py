@@ -1,5 +1,6 @@
 """The main path: settle on model, data and adapter; train; show and save what came of it."""
 
+import math
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -26,14 +27,14 @@ from mesp_mlx.interrupt import Interrupts
 from mesp_mlx.memory import machine, measure
 from mesp_mlx.memory.plan import Plan
 from mesp_mlx.memory.watchdog import Watchdog, leaner
-from mesp_mlx.model import source, weights
+from mesp_mlx.model import architecture, source
 from mesp_mlx.model.convert import nearest_folder, require_space
-from mesp_mlx.model.model import Model, build
+from mesp_mlx.model.model import Model
 from mesp_mlx.model.source import ModelFolder
-from mesp_mlx.model.spec import PROJECTIONS, ModelSpec, load_spec, read_config
+from mesp_mlx.model.spec import ModelSpec, Spec
 from mesp_mlx.report import Report
 from mesp_mlx.stream.run_file import RunFile, in_memory
-from mesp_mlx.stream.safetensors import Entry, read_folder
+from mesp_mlx.stream.safetensors import Entry
 from mesp_mlx.stream.shelves import Shelves, shelves
 from mesp_mlx.stream.store import ALL_STAGES, Store
 
@@ -47,7 +48,7 @@ class Found:
     settings: Settings
     backend: ModuleType
     source: ModelFolder
-    spec: ModelSpec
+    spec: Spec
     entries: Mapping[str, Entry]
     rows: Rows
     modules: list[str]
@@ -69,22 +70,20 @@ class Prepared(Found):
     def store(self, watch: Callable[[str], None] | None = None) -> Store:
         """The model's weights, as the plan has them read. `watch` is called with the name of each stage that is opened."""
         strategy = self.plan.strategy
-        resident = ALL_STAGES if self.settings.method == "backprop" else strategy.resident_stages(self.spec.num_layers)
+        resident = ALL_STAGES if self.settings.method == "backprop" else self.model.resident_stages()
         bypass = sum(entry.size_bytes for entry in self.entries.values()) > BYPASS_SHARE * machine.total_bytes()
         return Store(self.entries, self.spec, self.backend, resident, strategy.prefetch, strategy.hold, watch, bypass)
 
 
-def open_model(settings: Settings) -> tuple[ModelFolder, ModelSpec, dict[str, Entry]]:
+def open_model(settings: Settings, backend: ModuleType) -> tuple[ModelFolder, Spec, dict[str, Entry]]:
     """The folder of the model, its shape, and where its tensors are, checked against each other.
 
     Raises:
-        UserError: it can't be found, or is not whole.
+        UserError: it can't be found, is not whole, or is served only on another backend.
     """
-    found = source.resolve_apart(settings.model, config.cache_folder(), settings.quantize)
-    spec = load_spec(read_config(found.folder), str(found.folder / "config.json"))
-    entries = read_folder(found.folder)
-    weights.check(spec, entries)
-    return found, spec, entries
+    trust = settings.trust_remote_code
+    found = source.resolve_apart(settings.model, config.cache_folder(), settings.quantize, backend=backend.arrays.name, trust_remote_code=trust)
+    return found, *architecture.open_folder(found.folder, backend.arrays.name, trust)
 
 
 def find(settings: Settings, files: Mapping[str, Path | None], backend: ModuleType) -> Found:
@@ -93,7 +92,9 @@ def find(settings: Settings, files: Mapping[str, Path | None], backend: ModuleTy
     Raises:
         UserError: something the user can change.
     """
-    source, spec, entries = open_model(settings)
+    source, spec, entries = open_model(settings, backend)
+    if settings.grad_checkpoint and settings.method == "backprop" and not isinstance(spec, ModelSpec):
+        raise UserError(f"--grad-checkpoint: {spec.model_type} has no layers of ours to recompute. Leave --method out, which recomputes mlx-lm's one by one.")
     modules = adapters.choose_modules(spec, settings.num_layers, settings.lora_parameters.keys)
     rows = read_rows(settings, files, source.folder, spec, config.cache_folder() / "tokens")
     return Found(settings, backend, source, spec, entries, rows, modules)
@@ -128,9 +129,10 @@ def prepare(found: Found, plan: Plan) -> Iterator[Prepared]:
 
 def build_model(found: Found, plan: Plan) -> Model:
     """The model as a plan takes it."""
-    settings, dtype = found.settings, found.activation_dtype
-    scale = settings.lora_parameters.effective_scale
-    return build(found.spec, found.backend, scale, plan.strategy, dtype, settings.method, settings.tiled_head, plan.limit_bytes)
+    settings, lora = found.settings, found.settings.lora_parameters
+    adapted = found.backend, lora.effective_scale, found.modules, lora.rank
+    choices = plan.strategy, found.activation_dtype, settings.method, settings.tiled_head, plan.limit_bytes
+    return architecture.build(found.spec, found.entries, *adapted, *choices)
 
 
 def run(settings: Settings) -> None:
@@ -241,7 +243,7 @@ def run(settings: Settings) -> None:
                     report.note(f"the run failed: {rescue()}")
                 raise
             saved = f"the adapter is in {folder / adapters.ADAPTER_FILE}"
-            replies = tokens.decode(prepared.source.folder, [reply_before, reply()]) if settings.reply_tokens else [None, None]
+            replies = tokens.decode(prepared.source.folder, [reply_before, reply()], settings.trust_remote_code) if settings.reply_tokens else [None, None]
         except KeyboardInterrupt:
             report.note(f"interrupted: {saved}")
             raise
@@ -258,6 +260,7 @@ def run(settings: Settings) -> None:
             prompt=rows.question,
             model_folder=str(prepared.source.folder),
             adapter_path=str(folder),
+            trust_remote_code=settings.trust_remote_code,
         )
 
 
@@ -284,18 +287,18 @@ def count_updates(settings: Settings, rows: int) -> int:
     return batches.count_updates(rows, settings.batch_size, settings.grad_accumulation_steps, iters=settings.iters, epochs=epochs)
 
 
-def _parameters(spec: ModelSpec, modules: list[str], settings: Settings) -> int:
+def _parameters(spec: Spec, modules: list[str], settings: Settings) -> int:
     """Numbers in the adapter."""
-    return sum(rows * columns for rows, columns in adapters.shapes(spec, modules, settings.lora_parameters.rank).values())
+    return sum(math.prod(shape) for shape in adapters.shapes(spec, modules, settings.lora_parameters.rank).values())
 
 
-def _require_room_for_adapters(settings: Settings, spec: ModelSpec, modules: list[str]) -> None:
+def _require_room_for_adapters(settings: Settings, spec: Spec, modules: list[str]) -> None:
     needed = 4 * _parameters(spec, modules, settings)
     what = f"--adapter-path {settings.adapter_path}: saving an adapter of --rank {settings.lora_parameters.rank} safely"
     require_space(Path(settings.adapter_path), 2 * needed, what)
 
 
-def write_config(folder: Path, settings: Settings, spec: ModelSpec, model: ModelFolder) -> None:
+def write_config(folder: Path, settings: Settings, spec: Spec, model: ModelFolder) -> None:
     """Write the adapter's adapter_config.json: what mlx-lm needs, and the settings."""
     lora = settings.lora_parameters
     adapters.write_config(
@@ -305,6 +308,6 @@ def write_config(folder: Path, settings: Settings, spec: ModelSpec, model: Model
         rank=lora.rank,
         scale=lora.effective_scale,
         dropout=lora.dropout,
-        keys=lora.keys or PROJECTIONS,
+        keys=lora.keys or spec.adaptable_keys(),
         extra=settings.model_dump(mode="json", exclude={"model", "num_layers", "lora_parameters"}),
     )

@@ -15,7 +15,7 @@ from mesp_mlx.data.group import Group
 from mesp_mlx.engine.methods import exact as exact_method
 from mesp_mlx.memory.strategy import Strategy
 from mesp_mlx.model.model import build
-from mesp_mlx.model.spec import PROJECTIONS, ModelSpec
+from mesp_mlx.model.spec import ModelSpec
 from mesp_mlx.model.stages import Batch
 from mesp_mlx.op_checks import bound, dtype_name, error
 from mesp_mlx.stream.safetensors import Entry
@@ -23,7 +23,6 @@ from mesp_mlx.stream.store import ALL_STAGES, Store
 from mesp_mlx.units import megabytes
 
 SCALE = config.LoraParameters.model_fields["scale"].default  # mlx-lm's
-ROWS = [f"{projection.split('.')[1]}.lora_{half}" for projection in PROJECTIONS for half in "ab"]  # of a table: each has a tensor in every layer
 MOST = 2e-3  # that autodiff may excuse in float32, through many layers
 
 Errors = dict[str, float]
@@ -48,7 +47,7 @@ class Subject:
         """
         exact, layers = dtype is np.float64, layers or self.spec.num_layers
         backend = reference if exact else self.backend
-        spec = dataclasses.replace(self.spec, num_layers=layers, windows=self.spec.windows[:layers])
+        spec = self.spec.first_layers(layers)
         model = build(spec, backend, SCALE, Strategy(), dtype, method, tiled_head=method == "mebp" and not exact)
         names = adapters.shapes(spec, adapters.choose_modules(spec), 1)
         adapter = {name: backend.arrays.asarray(self.adapter[name].astype(np.float64 if exact else np.float32, copy=False)) for name in names}
@@ -117,7 +116,9 @@ class Comparison:
 
     def rows(self) -> dict[str, dict[str, float]]:
         """{"worst", "median"} over layers, for each projection's A and B."""
-        parts = {row: [value for name, value in self.errors.items() if name.endswith(f".{row}")] for row in ROWS}
+        parts: dict[str, list[float]] = {}
+        for name, value in self.errors.items():
+            parts.setdefault(".".join(name.split(".")[-2:]), []).append(value)
         return {row: {"worst": max(part), "median": statistics.median(part)} for row, part in parts.items()}
 
     def summary(self) -> str:
@@ -133,18 +134,18 @@ def compare(subject: Subject, layers: int, dtype: Any, settle: bool, note: Calla
     layers: of the model that is compared with float64. dtype: the run's own, of activations.
     """
     structured, by_layer, whole, count = subject.gradients("mesp"), subject.gradients("mebp"), None, subject.spec.num_layers
-    found = [Comparison("autodiff by layer", count, "float32", _errors(structured, by_layer))]
+    found = [Comparison("autodiff by layer", count, "float32", errors_of(structured, by_layer))]
     note(found[-1].summary())
     if (low := dtype_name(dtype)) != "float32":
         ours, theirs = (_walk_errors(subject, method, dtype, by_layer) for method in ("mesp", "mebp"))
         found.append(Comparison(f"float32 autodiff, in {low}", count, low, ours, theirs))
         note(found[-1].summary())
-    needed, room = whole_graph_bytes(subject), _available_bytes()
+    needed, room = whole_graph_bytes(subject), available_bytes()
     if needed > room:
         note(f"whole autodiff is left out: it may need {megabytes(needed)}, and {megabytes(room)} of memory are free")
     else:
         whole = subject.gradients("backprop")
-        found.append(Comparison("whole autodiff", count, "float32", _errors(structured, whole)))
+        found.append(Comparison("whole autodiff", count, "float32", errors_of(structured, whole)))
         note(found[-1].summary())
     if layers < count:
         methods = ("mesp", "mebp") if whole is None else ("mesp", "mebp", "backprop")
@@ -158,13 +159,13 @@ def compare(subject: Subject, layers: int, dtype: Any, settle: bool, note: Calla
     return found
 
 
-def _errors(found: Gradients, truth: Gradients) -> Errors:
+def errors_of(found: Gradients, truth: Gradients) -> Errors:
     largest = _largest(truth)
     return {name: error(found[name], truth[name], largest) for name in truth}
 
 
 def _walk_errors(subject: Subject, method: str, dtype: Any, truth: Gradients) -> Errors:
-    """`_errors` of gradients that are not held."""
+    """`errors_of` of gradients that are not held."""
     errors, largest = Errors(), _largest(truth)
 
     def visit(name: str, found: np.ndarray) -> None:
@@ -202,7 +203,7 @@ def whole_graph_bytes(subject: Subject) -> int:
     return int(1.2 * (stored + 4 * (spec.num_layers * kept + 5 * tokens * spec.vocab_size) + 3 * adapter))
 
 
-def _available_bytes() -> int:
+def available_bytes() -> int:
     import psutil
 
     return psutil.virtual_memory().available

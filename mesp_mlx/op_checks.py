@@ -21,17 +21,23 @@ import numpy as np
 
 from mesp_mlx import reference
 from mesp_mlx.engine import backprop
+from mesp_mlx.expert_checks import Frozen, experts
+from mesp_mlx.model.attention import AttentionStage, cut_projections, limits, merge_heads, split_heads
+from mesp_mlx.model.experts import ExpertsStage
+from mesp_mlx.model.mlp import MLPStage
 from mesp_mlx.model.model import Model, build
 from mesp_mlx.model.plain import DecoderLayer
 from mesp_mlx.model.spec import ModelSpec
-from mesp_mlx.model.stages import MLP_MODULES, AttentionStage, Batch, MLPStage, State, split_heads
+from mesp_mlx.model.stages import Batch, State
+from mesp_mlx.model.sublayer import Norm, Sublayer
+from mesp_mlx.op_truths import TABLE_ROWS, numbers, products, softmax_gradient
 from mesp_mlx.stream.store import Store
 
 FLOORS = {"float32": 1e-4, "bfloat16": 2.0**-8, "float16": 2.0**-11}  # of the 16-bit types: a rounding of the largest number
 SLACK = 2.0  # of two largest errors. Measured in 16 bits on tiny models: their ratio is 0.7 to 1.0 in the mean, by op, and by chance up to 1.5
 MOST = 1e-3  # that autodiff may excuse in float32
 FAINT = 1e-6  # a tensor this much smaller than its fellows is measured by them: it may hold nothing but their rounding
-BLOCK_ROWS, TABLE_ROWS = 16, 1024  # query rows in a block of attention, so that there are several; rows in a tile of a weight
+BLOCK_ROWS = 16  # query rows in a block of attention, so that there are several
 
 
 def dtype_name(dtype: Any) -> str:
@@ -52,21 +58,6 @@ def error(found: np.ndarray, truth: np.ndarray, largest: float = 0.0) -> float:
         return math.inf
     off = float(np.abs(found.astype(np.float64) - truth).max(initial=0.0))
     return off / max(float(np.abs(truth).max(initial=0.0)), FAINT * largest, 1e-30)
-
-
-def numbers(tree: Any) -> Any:
-    """The same nested dicts and tuples with their arrays in NumPy, floating-point numbers as float64."""
-    if isinstance(tree, dict):
-        return {name: numbers(part) for name, part in tree.items()}
-    if isinstance(tree, tuple):
-        return tuple(numbers(part) for part in tree)
-    if not hasattr(tree, "dtype"):
-        return tree
-    if not isinstance(tree, np.ndarray | np.generic):
-        from mesp_mlx import ops  # an MLX array: MLX is here
-
-        tree = ops.arrays.to_numpy(tree)
-    return tree.astype(np.float64) if tree.dtype.kind == "f" else tree
 
 
 @dataclass(frozen=True)
@@ -103,16 +94,20 @@ def check(model: Model, spec: ModelSpec, store: Store, adapter: State, batch: Ba
     (attention, mlp), backend, dtype = model.segments[0], model.embedding.ops, model.embedding.dtype
     assert isinstance(attention, AttentionStage)
     layer, exact = (_plain_layer(spec, side, attention.lora.scale, to) for side, to in ((backend, dtype), (reference, np.float64)))
-    bench = Bench(spec, backend, dtype, attention.lora.scale, adapter, batch, np.random.default_rng([seed, 1]), layer, exact, {}, {})
+    bench = Bench(spec, backend, dtype, attention.lora.scale, adapter, batch, np.random.default_rng([seed, 1]), layer, exact, Frozen(), {})
     with store.open(model.embedding) as w:
         bench.arrays["x"] = model.evaluate(model.embedding.forward(w, batch)["x"])
     yield _quantized(bench, model, store)
     with store.open(layer) as w:
         bench.frozen.update({module: w[module] for module in layer.modules})
         bench.prepare()
-        for one_op in (_rms_norm, _rope, _attention, _lora_linear, _gated_mlp):
-            yield one_op(bench)
-        halves = [_stage(bench, "attention stage", attention, "x", mlp.adaptable[-1]), _stage(bench, "MLP stage", mlp, "m", attention.adaptable[-1])]
+        for one_op in (_norms, _rope, _attention, _lora_linear, _mlp):
+            if (found := one_op(bench)) is not None:
+                yield found
+        halves = [
+            _stage(bench, "attention stage", attention, "x", mlp.adaptable[-1]),
+            _stage(bench, "MLP stage", mlp, "x" if spec.parallel else "m", attention.adaptable[-1]),
+        ]
         bench.frozen.clear()
     store.expect(model.forward_order())
     (state,) = backprop.forward(model, store, adapter, [batch])
@@ -122,8 +117,7 @@ def check(model: Model, spec: ModelSpec, store: Store, adapter: State, batch: Ba
 
 def _plain_layer(spec: ModelSpec, backend: ModuleType, scale: float, dtype: Any) -> DecoderLayer:
     """The first layer in a backend's plain code."""
-    one = dataclasses.replace(spec, num_layers=1, windows=spec.windows[:1])
-    (layer,) = build(one, backend, scale, dtype=dtype, method="mebp").segments[0]
+    (layer,) = build(spec.first_layers(1), backend, scale, dtype=dtype, method="mebp").segments[0]
     assert isinstance(layer, DecoderLayer)
     return layer
 
@@ -148,33 +142,36 @@ class Bench:
         """From the layer's input x: the inputs h and h2 of its two halves' projections, m between the halves, and its heads, raw, normalised and turned."""
         plain, spec, attention, mlp = self.backend.plain, self.spec, self.layer.attention, self.layer.mlp
         x = self.arrays["x"]
-        h = plain.rms_norm(x, self.weight(attention.norm), spec.rms_norm_eps)
+        h = self.entered(attention.sublayer, x)
         found = {"h": h}
-        for name, module, heads in zip("qkv", attention.adaptable[:3], (spec.num_heads, spec.num_kv_heads, spec.num_kv_heads), strict=True):
-            found[f"raw {name}"] = head = split_heads(plain.linear(h, self.frozen[module], self.pair(module), self.scale), heads)
-            if name != "v":
-                head = plain.rms_norm(head, self.weight(f"{attention.name}.{name}_norm"), spec.rms_norm_eps) if spec.qk_norm else head
+        outputs = [plain.linear(h, self.frozen[module], self.pair(module), self.scale) for module in attention.adaptable[:-1]]
+        norms = dict(zip("qk", attention.qk_norms, strict=False))
+        for name, raw, heads in zip("qkv", cut_projections(spec, outputs), (spec.num_heads, spec.num_kv_heads, spec.num_kv_heads), strict=True):
+            over_width = spec.qk_norm == "width"
+            found[f"raw {name}"] = head = raw if over_width else split_heads(raw, heads)
+            head = norms[name].plain(plain, self.frozen, head) if name in norms else head
+            head = split_heads(head, heads) if over_width else head
+            if name != "v" and attention.rope is not None:
                 found[f"unturned {name}"] = head
                 head = plain.rope(head, attention.rope)
             found[name] = head
-        found["m"] = self.layer.layer(self.without(mlp.adaptable[2]), self.own(attention), x, self.batch)
-        found["h2"] = plain.rms_norm(found["m"], self.weight(mlp.norm), spec.rms_norm_eps)
+        found["m"] = self.layer.layer(self.without(mlp.adaptable[-1]), self.own(attention), x, self.batch)
+        found["h2"] = self.entered(mlp.sublayer, x if spec.parallel else found["m"])
         self.arrays.update(self.backend.arrays.evaluate(found))
 
-    def weight(self, norm: str) -> Any:
-        return self.frozen[norm]["weight"]
+    def entered(self, sublayer: Sublayer, x: Any) -> Any:
+        return x if sublayer.before is None else sublayer.before.plain(self.backend.plain, self.frozen, x)
 
     def pair(self, module: str) -> Any:
         return self.layer.attention.lora.pair(self.adapter, module)
 
-    def own(self, stage: AttentionStage | MLPStage) -> State:
+    def own(self, stage: AttentionStage | MLPStage | ExpertsStage) -> State:
         """A stage's tensors of the adapter."""
         return {f"{module}.lora_{half}": self.adapter[f"{module}.lora_{half}"] for module in stage.adaptable for half in "ab"}
 
     def without(self, module: str) -> dict[str, Any]:
         """The layer's weights with one linear that gives zeros."""
-        zeroed = {"scales", "biases", "bias"} if "scales" in self.frozen[module] else {"weight", "bias"}
-        return self.frozen | {module: {name: value * 0 if name in zeroed else value for name, value in self.frozen[module].items()}}
+        return self.frozen | {module: {name: value * 0 if hasattr(value, "shape") else value for name, value in self.frozen[module].items()}}
 
     def random(self, like: Any) -> Any:
         """A cotangent for an output of that shape."""
@@ -205,64 +202,50 @@ def _quantized(bench: Bench, model: Model, store: Store) -> Check:
     for stage in stages:
         with store.open(stage) as w:
             for module in stage.adaptable:
-                linear = w[module]
+                linear = w[module] if module in stage.modules else next(w.each([module], [0]))[1][0]
                 kind = frozenset((name, getattr(value, "shape", value)) for name, value in linear.items())
                 if kind in kinds:
                     continue
                 kinds.add(kind)
-                out, width = bench.spec.tensors()[f"{module}.weight"]
+                out, width = bench.spec.tensors()[f"{module}.weight"][-2:]
                 x, dy = (bench.in_dtype(bench.rng.standard_normal((*bench.batch.group.ids.shape, size))) for size in (width, out))
                 ours = ops.matmul(x, linear), ops.matmul_transposed(dy, linear), ops.dequantize(ops.rows(linear, 0, TABLE_ROWS), bench.dtype)
-                sides = ours, _products(linear, x, dy, bench.in_dtype), _products(linear, numbers(x), numbers(dy), np.float64)
+                sides = ours, products(linear, x, dy, bench.in_dtype), products(linear, numbers(x), numbers(dy), np.float64)
                 for whole, side in zip((found, naive, truth), sides, strict=True):
                     names = (f"{what} of {module.removeprefix('model.')}" for what in ("y", "dx", "W"))
                     whole |= dict(zip(names, map(numbers, side), strict=True))
     return bench.judge("quantized", found, naive, truth)
 
 
-def _products(linear: State, x: Any, dy: Any, to: Callable[[np.ndarray], Any]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """x Wᵀ + bias, dy W and the first rows of W, float64 by tiles of W. to: see `_weight`."""
-    y, dx, first = [], np.zeros(x.shape), None
-    for i in range(0, linear["weight"].shape[0], TABLE_ROWS):
-        weight = _weight({name: value[i : i + TABLE_ROWS] if hasattr(value, "shape") else value for name, value in linear.items()}, to)
-        y.append(numbers(x @ weight.T))
-        dx += numbers(dy[..., i : i + TABLE_ROWS] @ weight)
-        first = numbers(weight) if first is None else first
-    assert first is not None
-    return np.concatenate(y, axis=-1) + numbers(linear.get("bias", 0.0)), dx, first
-
-
-def _weight(linear: State, to: Callable[[np.ndarray], Any]) -> Any:
-    """W [out, in] by the definition of MLX's affine format, with nothing of `quantized`: codes from bits. to: makes arrays of the dtype to compute it in."""
-    linear = numbers(linear)
-    if "scales" not in linear:
-        return to(linear["weight"])
-    scales, biases, count = linear["scales"], linear["biases"], linear["bits"]
-    bits = np.unpackbits(np.ascontiguousarray(linear["weight"], "<u4").view(np.uint8), bitorder="little")
-    codes = np.packbits(bits.reshape(*scales.shape, linear["group_size"], count), axis=-1, bitorder="little")[..., 0]
-    return (to(codes) * to(scales)[..., None] + to(biases)[..., None]).reshape(len(codes), -1)
-
-
-def _rms_norm(bench: Bench) -> Check:
+def _norms(bench: Bench) -> Check | None:
     """The layer's first norm, and those of q and k where the family has them."""
-    attention, eps = bench.layer.attention, bench.spec.rms_norm_eps
-    inputs = {"x": (bench.arrays["x"], bench.weight(attention.norm))}
-    if bench.spec.qk_norm:
-        inputs |= {name: (bench.arrays[f"raw {name}"], bench.weight(f"{attention.name}.{name}_norm")) for name in "qk"}
+    attention, mlp = bench.layer.attention, bench.layer.mlp
+    first = attention.sublayer.before or attention.sublayer.after or mlp.sublayer.before
+    inputs = {"x": (bench.arrays["x"], first)} | {name: (bench.arrays[f"raw {name}"], norm) for name, norm in zip("qk", attention.qk_norms, strict=False)}
     found, naive, truth = {}, {}, {}
-    for name, (x, weight) in inputs.items():
+    for name, (x, norm) in inputs.items():
+        if norm is None:
+            continue
         dy = bench.random(x)
-        found[name] = bench.backend.rms_norm.backward(x, weight, eps, dy)
-        sides = bench.autodiff(lambda part, given, weight: part.rms_norm(given["x"], weight, eps), {"x": x}, dy, weight)
+        found[name] = norm.backward(bench.frozen, x, dy)
+        exact = dataclasses.replace(norm, ops=reference)
+        sides = bench.autodiff(
+            lambda part, given, w, norm=norm, exact=exact: (exact if part is reference.plain else norm).plain(part, w, given["x"]),
+            {"x": x}, dy, {norm.module: bench.frozen[norm.module]},
+        )  # fmt: skip
         naive[name], truth[name] = (side["x"] for side in sides)
-    return bench.judge("rms_norm", found, naive, truth)
+    return bench.judge(f"{bench.spec.norm}_norm", found, naive, truth)
 
 
-def _rope(bench: Bench) -> Check:
+def _rope(bench: Bench) -> Check | None:
+    """Nothing where the first layer rotates nothing."""
+    rope, exact = bench.layer.attention.rope, bench.exact.attention.rope
+    if rope is None or exact is None:
+        return None
     dy = bench.random(bench.arrays["unturned q"])
-    naive = _turned_back(bench.backend, bench.layer.attention.rope, bench.dtype, dy)
-    truth = _turned_back(reference, bench.exact.attention.rope, np.float64, numbers(dy))
-    return bench.judge("rope", {"x": bench.backend.rope.backward(dy, bench.layer.attention.rope)}, {"x": naive}, {"x": truth})
+    naive = _turned_back(bench.backend, rope, bench.dtype, dy)
+    truth = _turned_back(reference, exact, np.float64, numbers(dy))
+    return bench.judge("rope", {"x": bench.backend.rope.backward(dy, rope)}, {"x": naive}, {"x": truth})
 
 
 def _turned_back(backend: ModuleType, rope: dict[str, Any], dtype: Any, dy: Any) -> np.ndarray:
@@ -277,21 +260,29 @@ def _turned_back(backend: ModuleType, rope: dict[str, Any], dtype: Any, dy: Any)
 
 def _attention(bench: Bench) -> Check:
     """In several blocks, with each of the model's windows."""
-    heads, scale = {name: bench.arrays[name] for name in "qkv"}, bench.spec.head_dim**-0.5
+    heads, scale = {name: bench.arrays[name] for name in "qkv"}, bench.spec.attention_scale
+    how = limits(bench.spec, 0, bench.frozen)
     found, naive, truth = {}, {}, {}
     for window in dict.fromkeys(bench.spec.windows):
         dy = bench.random(heads["q"])
-        gradients = bench.backend.attention.backward(*heads.values(), scale, dy, window, BLOCK_ROWS)
-        sides = bench.autodiff(lambda part, given, window=window: part.attention(given["q"], given["k"], given["v"], scale, window), heads, dy)
+        gradients = bench.backend.attention.backward(*heads.values(), scale, dy, window, BLOCK_ROWS, **how)
+
+        def form(part: Any, given: State, how: dict[str, Any], window: int | None = window) -> Any:
+            return part.attention(given["q"], given["k"], given["v"], scale, window, **how)
+
+        sides = bench.autodiff(form, heads, dy, how)
         for whole, side in zip((found, naive, truth), (dict(zip("qkv", gradients, strict=True)), *sides), strict=True):
             whole |= {name if window is None else f"{name} (window {window})": array for name, array in side.items()}
     return bench.judge("attention", found, naive, truth)
 
 
 def _lora_linear(bench: Bench) -> Check:
-    """k_proj's."""
+    """The second one's: k_proj's, or that of what leads out where q, k and v are one."""
     module = bench.layer.attention.adaptable[1]
-    h, linear, (a, b) = bench.arrays["h"], bench.frozen[module], bench.pair(module)
+    h = bench.arrays["h"]
+    if module == bench.layer.attention.adaptable[-1]:
+        h = merge_heads(bench.random(bench.arrays["q"]))
+    linear, (a, b) = bench.frozen[module], bench.pair(module)
     dy = bench.in_dtype(bench.rng.standard_normal((*h.shape[:2], b.shape[1])))
     dx, (da, db) = bench.backend.lora_linear.backward(h, linear, (a, b), bench.scale, dy)
 
@@ -302,70 +293,65 @@ def _lora_linear(bench: Bench) -> Check:
     return bench.judge("lora_linear", {"x": dx, "A": da, "B": db}, *sides)
 
 
-def _gated_mlp(bench: Bench) -> Check:
-    modules = dict(zip(MLP_MODULES, bench.layer.mlp.adaptable, strict=True))
-    h, pairs = bench.arrays["h2"], {name: bench.pair(module) for name, module in modules.items()}
-    linears = {name: bench.frozen[module] for name, module in modules.items()}
+def _mlp(bench: Bench) -> Check:
+    mlp, h = bench.layer.mlp, bench.arrays["h2"]
+    if isinstance(mlp, ExpertsStage):
+        return experts(bench, mlp)
+    linears, pairs = mlp.linears(bench.frozen), mlp.pairs(bench.adapter)
 
     def form(part: Any, given: State, linears: dict[str, Any]) -> Any:
         def linear(name: str, x: Any) -> Any:
             return part.linear(x, linears[name], (given[f"{name} A"], given[f"{name} B"]), bench.scale)
 
-        return linear("down", part.gate(linear("gate", given["x"]), linear("up", given["x"])))
+        up = linear("up", given["x"])
+        return linear("down", part.gate(linear("gate", given["x"]), up, mlp.spec.activation) if mlp.spec.gated else part.activate(up, mlp.spec.activation))
 
     def named(x: Any, pairs: dict[str, Any]) -> State:
         return {"x": x} | {f"{name} {half}": array for name, pair in pairs.items() for half, array in zip("AB", pair, strict=True)}
 
     dy = bench.random(h)
-    dx, dpairs = bench.backend.gated_mlp.backward(h, *linears.values(), pairs, bench.scale, dy)
-    return bench.judge("gated_mlp", named(dx, dpairs), *bench.autodiff(form, named(h, pairs), dy, linears))
+    dx, dpairs = mlp.op.backward(h, *linears.values(), pairs, bench.scale, dy, activation=mlp.spec.activation)
+    return bench.judge("gated_mlp" if mlp.spec.gated else "mlp", named(dx, dpairs), *bench.autodiff(form, named(h, pairs), dy, linears))
 
 
 def _stage(bench: Bench, name: str, stage: Any, start: str, other: str) -> Check:
     """A stage from its input; `other` is the last linear of the layer's other half."""
     x, own, batch = bench.arrays[start], bench.own(stage), bench.batch
-    dy = bench.random(x)
-    _, kept = stage.forward(bench.frozen, own, {"x": x}, batch)
-    dstate, gradients = stage.backward(bench.frozen, own, {"x": x}, kept, {"x": dy}, batch, True)
+    dy, state = bench.random(x), {"x": x}
+    if bench.spec.parallel:
+        state["residual"] = x
+    _, kept = stage.forward(bench.frozen, own, state, batch)
+    dstate, gradients = stage.backward(bench.frozen, own, state, kept, {"x": dy}, batch, True)
+    if "residual" in dstate:  # which is x here
+        dstate = {"x": dstate["x"] + dstate["residual"]}
     parts = bench.layer, bench.exact
     sides = bench.autodiff(lambda part, given, w: part.layer(w, given, given["x"], batch), {"x": x} | own, dy, bench.without(other), parts=parts)
-    return bench.judge(name, *({tensor.removeprefix("model.layers.0."): array for tensor, array in side.items()} for side in (dstate | gradients, *sides)))
+    layer = f"{bench.spec.layer_name(0)}."
+    return bench.judge(name, *({tensor.removeprefix(layer): array for tensor, array in side.items()} for side in (dstate | gradients, *sides)))
 
 
 def _head(bench: Bench, model: Model, store: Store, state: State) -> tuple[Check, Check]:
     """Cross-entropy's sweep at the model's last state, and the head stage around it, at supervised positions."""
-    ops, arrays, group, eps, head = bench.backend, bench.backend.arrays, bench.batch.group, bench.spec.rms_norm_eps, model.head
+    ops, arrays, group, head = bench.backend, bench.backend.arrays, bench.batch.group, model.head
+    norm, exact = (Norm(bench.spec, side, bench.spec.names.norm) for side in (ops, reference))
+    limits = bench.spec.logit_scale, bench.spec.logit_cap
     picked = np.flatnonzero(group.mask.reshape(-1))
     targets = group.targets.reshape(-1)[picked]
     x = arrays.take_rows(state["x"].reshape(-1, bench.spec.hidden_size), arrays.asarray(picked))
     with store.open(head) as w:
-        weight = w["model.norm"]["weight"]
-        h = model.evaluate(ops.plain.rms_norm(x, weight, eps))
+        h = model.evaluate(norm.plain(ops.plain, w, x))
         sweep = ops.cross_entropy.start(h)
-        for _, tile in w.tiles(head.table, TABLE_ROWS):
-            sweep = model.evaluate(ops.cross_entropy.add(sweep, h, tile))
+        for _, tile in w.tiles(bench.spec.table, TABLE_ROWS):
+            sweep = model.evaluate(ops.cross_entropy.add(sweep, h, tile, *limits))
         words, place = np.unique(targets, return_inverse=True)
-        dh = ops.cross_entropy.finish(sweep, h, ops.quantized.take(w.take(head.table, words), arrays.asarray(place)))[1]
-        sides = [_softmax_gradient(w, head.table, *side, targets) for side in ((bench.in_dtype, h), (np.float64, numbers(h)))]
+        dh = ops.cross_entropy.finish(sweep, h, ops.quantized.take(w.take(bench.spec.table, words), arrays.asarray(place)), *limits)[1]
+        sides = [softmax_gradient(w, bench.spec.table, *side, targets, *limits) for side in ((bench.in_dtype, h), (np.float64, numbers(h)))]
         one = bench.judge("cross_entropy", {"h": dh}, {"h": sides[0]}, {"h": sides[1]})
-        naive = ops.plain.vjp(lambda given: ops.plain.rms_norm(given["x"], weight, eps), {"x": x}, bench.in_dtype(sides[0]))[1]
-        truth = reference.plain.vjp(lambda given: reference.plain.rms_norm(given["x"], numbers(weight), eps), {"x": numbers(x)}, sides[1])[1]
+        naive = ops.plain.vjp(lambda given: norm.plain(ops.plain, w, given["x"]), {"x": x}, bench.in_dtype(sides[0]))[1]
+        frozen = {norm.module: numbers(w[norm.module])}
+        truth = reference.plain.vjp(lambda given: exact.plain(reference.plain, frozen, given["x"]), {"x": numbers(x)}, sides[1])[1]
         found = head.loss(w, [state], [bench.batch])[1][0]["x"].reshape(-1, bench.spec.hidden_size)
     wholes = [np.zeros(found.shape) for _ in range(2)]
     for whole, side in zip(wholes, (naive, truth), strict=True):
         whole[picked] = numbers(side["x"])
     return one, bench.judge("head", {"x": found}, {"x": wholes[0]}, {"x": wholes[1]})
-
-
-def _softmax_gradient(w: Any, table: str, to: Callable[[np.ndarray], Any], h: Any, targets: np.ndarray) -> np.ndarray:
-    """(softmax(logits) - onehot(targets)) W, float64 [N, D], from whole float64 logits; the table is read twice in tiles. to: as `_weight`'s, and h's dtype."""
-    logits = np.concatenate([numbers(h @ _weight(tile, to).T) for _, tile in w.tiles(table, TABLE_ROWS)], axis=1)  # [N,D] @ [D,V] -> [N,V]
-    logits -= logits.max(axis=1, keepdims=True)
-    p = np.exp(logits, out=logits)
-    p /= p.sum(axis=1, keepdims=True)
-    p[np.arange(len(targets)), targets] -= 1
-    dh = np.zeros((len(targets), h.shape[1]))
-    for first, tile in w.tiles(table, TABLE_ROWS):
-        weight = _weight(tile, to)
-        dh += numbers(to(p[:, first : first + weight.shape[0]]) @ weight)  # [N,v] @ [v,D] -> [N,D]
-    return dh

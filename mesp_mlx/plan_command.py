@@ -23,7 +23,7 @@ from mesp_mlx.memory.machine import Memory
 from mesp_mlx.memory.plan import Plan, Speeds
 from mesp_mlx.model import source
 from mesp_mlx.model.shapes import SHAPES
-from mesp_mlx.model.spec import ModelSpec
+from mesp_mlx.model.spec import Spec
 from mesp_mlx.planning import Room
 
 SEQ = 512  # positions of a row, where neither --seq nor --data says
@@ -102,7 +102,8 @@ def _run(config_file: str | None, flags: dict[str, Any], asked: Asked) -> int:
             content, lines, fits = _matrix(settings, asked, arrays, list(SHAPES) if model is None else [settings.model])
             plan_report.print_matrix(console, content["models"], [found.name for found in devices.DEVICES])
         else:
-            shape = stack.enter_context(source.shape(settings.model, config.cache_folder(), settings.quantize, tokenizer=bool(data)))
+            given = settings.model, config.cache_folder(), settings.quantize, bool(data), arrays.name, settings.trust_remote_code
+            shape = stack.enter_context(source.shape(*given))
             if not data and (asked.seq or 0) > shape.spec.max_positions:
                 raise UserError(f"--seq is {asked.seq}, but the model was made for {shape.spec.max_positions} positions. Lower it.")
             content, lines, plan = _one(settings, asked, arrays, device, shape, data)
@@ -183,7 +184,7 @@ def _matrix(settings: Settings, asked: Asked, arrays: Arrays, models: list[str])
     """Models by devices: the least and the fastest plan's peak, and the verdict on the least."""
     found = []
     for model in models:
-        with source.shape(model, config.cache_folder(), settings.quantize) as shape:
+        with source.shape(model, config.cache_folder(), settings.quantize, False, arrays.name, settings.trust_remote_code) as shape:
             spec = shape.spec
         modules = adapters.choose_modules(spec, settings.num_layers, settings.lora_parameters.keys)
         width, size = min(asked.seq or SEQ, spec.max_positions), _itemsize(asked.dtype, arrays, spec)
@@ -212,7 +213,7 @@ def _arrays(name: str, elsewhere: bool) -> Arrays:
     return Arrays(backend.arrays.name, backends.on_cpu(backend), not elsewhere)
 
 
-def _itemsize(dtype: str | None, arrays: Arrays, spec: ModelSpec) -> int:
+def _itemsize(dtype: str | None, arrays: Arrays, spec: Spec) -> int:
     """Bytes of an activation: by the dtype policy of `backend.activation_dtype`, where none was asked for."""
     return DTYPES[dtype] if dtype else 4 if arrays.on_cpu or spec.dtype == "F32" else 2
 

@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.table import Column, Table
 
 from mesp_mlx.memory.choose import as_budget
+from mesp_mlx.memory.measured import Curve, Fit
 from mesp_mlx.memory.plan import PARTS, Plan, Speeds, Workload
 from mesp_mlx.memory.strategy import ALL
 from mesp_mlx.report import duration
@@ -45,9 +46,12 @@ def faster(plan: Plan, saved: float) -> str:
 def body(plan: Plan, allowed: str, peak_bytes: int | None = None) -> dict[str, str]:
     """What both forms say of a plan."""
     peak = f"{megabytes(peak_bytes or plan.total_bytes)} predicted peak, {megabytes(plan.arrays_peak_bytes)} of it arrays (in the phase '{plan.peak_phase}')"
+    squares = dict.fromkeys(fit.kind for fit in plan.workload.measured if fit.grows_with_the_square)
+    grows = {"length": f"memory grows with the square of the sequence in {', '.join(squares)} (and layers like it)"} if squares else {}
     return {
         "strategy": words(plan),
         "memory": f"{peak}; {allowed}",
+        **grows,
         "disk": disk(plan),
     }
 
@@ -68,24 +72,27 @@ def verdict(found: str, reason: str | None, limit_bytes: int, whose: str) -> str
 
 def fast(plan: Plan) -> bool:
     """Whether more memory would make a plan no faster."""
-    strategy, mesp = plan.strategy, plan.workload.method == "mesp"
-    return _resident(plan) == _stages(plan) and (strategy.keep == "all" or not mesp) and not strategy.needs_file
+    strategy, workload = plan.strategy, plan.workload
+    structured = workload.method == "mesp" and not workload.plain
+    return _resident(plan) == workload.stages and (strategy.keep == "all" or not structured) and not strategy.needs_file
 
 
 def words(plan: Plan) -> str:
     """A strategy in words."""
     strategy, workload = plan.strategy, plan.workload
-    stages, count = _stages(plan), _resident(plan)
+    stages, count = workload.stages, _resident(plan)
     parts = []
     if count == stages:
         parts.append("all weights stay in memory")
     else:
         ahead = f"{strategy.prefetch} stage{'' if strategy.prefetch == 1 else 's'} ahead" if strategy.prefetch else "none ahead"
         parts.append(f"weights of {count} of {stages} stages stay in memory, others are read as they are needed, {ahead}")
-    if workload.method == "mesp":
+    if workload.method == "mesp" and not workload.plain:
         parts.append(KEPT[strategy.keep])
-    if count < stages and not strategy.hold and strategy.keep in ("nothing", "replay") and workload.method == "mesp":
+    if count < stages and not strategy.hold and plan.shape.replays:
         parts.append("attention's weights are read three times")
+    if any(layout.arrays for layout in workload.experts):
+        parts.append("experts are read one by one, as tokens ask for them (memory is planned for all tokens asking for the same)")
     if workload.method != "mezo":
         parts.append({"applied": "gradients applied as they come", "held": "gradients held", "spilled": "gradients spilled to the file"}[strategy.gradients])
     places = {"checkpoints": strategy.checkpoints, "arrays between stages": strategy.states, "adapter and moments": strategy.adapter}
@@ -137,8 +144,13 @@ def facts(plan: Plan, speeds: Speeds) -> dict[str, Any]:
 
 def workload_facts(workload: Workload) -> dict[str, Any]:
     """What a plan is made for, as JSON values."""
-    fields = [field.name for field in dataclasses.fields(workload) if field.name not in ("spec", "modules")]
-    return {name: getattr(workload, name) for name in fields} | {"modules": len(workload.modules), "layers": workload.spec.num_layers}
+    fields = [field.name for field in dataclasses.fields(workload) if field.name not in ("spec", "modules", "measured")]
+    found = {name: getattr(workload, name) for name in fields} | {"modules": len(workload.modules), "layers": workload.spec.num_layers}
+    return found | ({"measured": {fit.kind: _curves(fit) for fit in workload.measured}} if workload.measured else {})
+
+
+def _curves(fit: Fit) -> dict[str, Any]:
+    return {name: value._asdict() if isinstance(value, Curve) else value for name, value in fit._asdict().items() if name != "kind"}
 
 
 def tensor_facts(plan: Plan) -> list[dict[str, Any]]:
@@ -222,13 +234,9 @@ def _style(console: Console) -> box.Box | None:
     return box.SIMPLE if console.is_terminal else None
 
 
-def _stages(plan: Plan) -> int:
-    return 2 * plan.workload.spec.num_layers + 1
-
-
 def _resident(plan: Plan) -> int:
     """Stages whose weights stay in memory."""
-    stages, resident = _stages(plan), plan.strategy.resident
+    stages, resident = plan.workload.stages, plan.strategy.resident
     return stages if resident == ALL or plan.workload.method == "backprop" else min(resident, stages)
 
 

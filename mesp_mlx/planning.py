@@ -11,7 +11,7 @@ import numpy as np
 
 from mesp_mlx import backend as backends
 from mesp_mlx import optim, plan_report
-from mesp_mlx.config import Settings
+from mesp_mlx.config import Settings, without_effect
 from mesp_mlx.data import batches
 from mesp_mlx.data.rows import Rows
 from mesp_mlx.engine.train import Run, step
@@ -23,7 +23,7 @@ from mesp_mlx.memory.machine import Memory
 from mesp_mlx.memory.plan import Plan, Workload
 from mesp_mlx.memory.strategy import Strategy
 from mesp_mlx.model.convert import nearest_folder
-from mesp_mlx.model.spec import ModelSpec
+from mesp_mlx.model.spec import Spec
 from mesp_mlx.report import Report
 from mesp_mlx.units import megabytes
 
@@ -191,16 +191,16 @@ def rows_shape(settings: Settings, rows: Rows, updates: int) -> tuple[int, int, 
 
 
 def shaped(
-    settings: Settings, spec: ModelSpec, modules: Sequence[str], backend: str, itemsize: int, cpu: bool, rows: int, width: int, supervised: int | None
+    settings: Settings, spec: Spec, modules: Sequence[str], backend: str, itemsize: int, cpu: bool, rows: int, width: int, supervised: int | None
 ) -> Workload:
-    """The workload of settings on a model, for rows of that width.
+    """The workload of settings on a model, for rows of that width. Of a model of no family with stages of its own layers are measured.
 
     Raises:
-        UserError: the rank is above the model's width.
+        UserError: the rank is above the model's width; a choice by hand means nothing for the model; it can't be walked layer by layer.
     """
     if settings.lora_parameters.rank > spec.hidden_size:
         raise UserError(f"--rank is {settings.lora_parameters.rank}, above the model's width of {spec.hidden_size}, which no update can fill. Lower it.")
-    return Workload(
+    load = Workload(
         spec=spec,
         modules=tuple(modules),
         method=settings.method,
@@ -218,6 +218,14 @@ def shaped(
         supervised=supervised,
         on_cpu=cpu,
     )
+    if not load.generic:
+        return load
+    given = {field: value for field, value in settings.strategy.fixed.items() if field in without_effect("mebp", tiled_head=True)}
+    if given:
+        raise UserError(f"{plan_report.by_hand(given)}: layers of {spec.model_type} are reversed by autodiff, which makes no use of that. Leave it out.")
+    from mesp_mlx.model import generic_measured  # imports MLX and mlx-lm
+
+    return generic_measured.measure(load)
 
 
 def update_positions(rows: Rows, rows_per_update: int, seed: int, updates: int) -> np.ndarray:

@@ -178,9 +178,10 @@ class Report:
         prompt: str | None = None,
         model_folder: str | Path | None = None,
         adapter_path: str | Path | None = None,
+        trust_remote_code: bool = False,
     ) -> None:
         """What came of it. None is said as not measured; model_folder is the one mlx-lm needs (the converted one, if it was converted)."""
-        event = {key: value for key, value in locals().items() if key not in ("self", "prompt", "model_folder", "adapter_path")}
+        event = {key: value for key, value in locals().items() if key not in ("self", "prompt", "model_folder", "adapter_path", "trust_remote_code")}
         self._write("end", event)
         self._close_live()
         rows = {"validation loss": _change(val_loss_before, val_loss_after)}
@@ -197,7 +198,7 @@ class Report:
         self._panel("done", rows)
         if model_folder is not None and adapter_path is not None:
             self.note("use it with mlx-lm:")
-            asked = f" --prompt {shlex.quote(prompt)}" if prompt else ' --prompt "…"'
+            asked = (f" --prompt {shlex.quote(prompt)}" if prompt else ' --prompt "…"') + " --trust-remote-code" * trust_remote_code
             self.note(f"  mlx_lm.generate --model {shlex.quote(str(model_folder))} --adapter-path {shlex.quote(str(adapter_path))}{asked}")
 
     def _progress(self, iteration: int, loss: float, rate: float, tokens_per_second: float, seconds_left: float) -> None:

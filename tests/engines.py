@@ -11,7 +11,7 @@ from mesp_mlx.data.group import Group
 from mesp_mlx.engine.backprop import loss_and_gradients
 from mesp_mlx.model import weights
 from mesp_mlx.model.model import build
-from mesp_mlx.model.spec import PROJECTIONS, load_spec, read_config
+from mesp_mlx.model.spec import load_spec, read_config
 from mesp_mlx.model.stages import Batch, Dropout
 from mesp_mlx.stream.safetensors import read_folder
 from mesp_mlx.stream.store import Store
@@ -48,7 +48,7 @@ def one_pass(
 
 
 class Gathered:
-    """A sink that keeps what it was given: the gradients of the summed loss."""
+    """A sink that keeps what it was given, the gradients of the summed loss: of a tensor that several stages use, their sum."""
 
     def __init__(self) -> None:
         self.gradients: dict[str, Any] = {}
@@ -57,7 +57,7 @@ class Gathered:
         assert np.isfinite(loss)
 
     def put(self, gradients: dict[str, Any]) -> None:
-        self.gradients |= gradients
+        self.gradients |= {name: self.gradients[name] + value if name in self.gradients else value for name, value in gradients.items()}
 
     def finish(self) -> None:
         """Nothing is applied."""
@@ -107,7 +107,8 @@ def autodiff_of_mlx_lm(folder: Path, adapter: Mapping[str, np.ndarray], groups: 
         model = dequantize_model(model) if float64 else model
         model.freeze()
         rank = next(iter(adapter.values())).shape[1]
-        linear_to_lora_layers(model, len(model.layers), {"rank": rank, "scale": SCALE, "dropout": 0.0, "keys": list(PROJECTIONS)})
+        keys = list(load_spec(read_config(folder)).adaptable_keys())
+        linear_to_lora_layers(model, len(model.layers), {"rank": rank, "scale": SCALE, "dropout": 0.0, "keys": keys})
         model.load_weights([(name, mx.array(value)) for name, value in adapter.items()], strict=False)
         model.set_dtype(mx.float64 if float64 else mx.float32)
         loss, gradients = nn.value_and_grad(model, loss_of)(model)

@@ -75,8 +75,9 @@ def exactly(folder: Path, adapter: Mapping[str, np.ndarray], groups: Sequence[Gr
 
 def without_structure(monkeypatch: pytest.MonkeyPatch, backend: Any) -> None:
     """Take away every op with a hand-derived backward: what is compared with them must not use them. The rotation of rope remains."""
-    for module in (backend.attention, backend.gated_mlp, backend.lora_linear, backend.rms_norm, backend.cross_entropy):
-        for name in ("forward", "backward", "apply", "start", "add", "finish"):
+    structured = ("activations", "attention", "cross_entropy", "gated_mlp", "layer_norm", "lora_linear", "mlp", "rms_norm")
+    for module in (getattr(backend, name) for name in structured):
+        for name in ("forward", "backward", "apply", "start", "add", "finish", "activate", "activate_with_slope"):
             monkeypatch.setattr(module, name, None, raising=False)
 
 

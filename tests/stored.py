@@ -12,7 +12,8 @@ from models import tiny_config
 from mesp_mlx.model.spec import load_spec
 from mesp_mlx.reference.quantized import quantize
 from mesp_mlx.stream.safetensors import NUMPY_TYPES, Writer, from_float32, read_array, read_folder, to_float32
-from mesp_mlx.stream.store import PARAMETERS
+
+PARAMETERS = ("weight", "scales", "biases", "bias")
 
 
 def random_array(dtype: str, shape: tuple[int, ...], seed: int = 0) -> np.ndarray:

@@ -64,7 +64,7 @@ def train(
     spec = load_spec(read_config(folder))
     model = build(spec, backend, SCALE, strategy, method=method)
     chosen: Any = SimpleNamespace(method=method, grad_clip=clip, grad_checkpoint=False, seed=3, mezo_perturbations=2, mezo_epsilon=1e-2)
-    resident = strategy.resident_stages(spec.num_layers)
+    resident = model.resident_stages()
     file = run_file(folder, 0, backend)
     held = shelves(strategy, file)
     adapter = {name: held.adapter.put(backend.arrays.asarray(value)) for name, value in random_adapter(folder).items()}

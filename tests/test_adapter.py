@@ -8,11 +8,11 @@ import types
 
 import numpy as np
 import pytest
-from models import make_model, tiny_config
+from models import FAMILY_VARIANTS, PROJECTIONS, make_model, tiny_config, variant_config
 
 from mesp_mlx import adapter, reference
 from mesp_mlx.errors import RunStopped, UserError
-from mesp_mlx.model.spec import PROJECTIONS, load_spec
+from mesp_mlx.model.spec import load_spec
 from mesp_mlx.stream.run_file import Parked, RunFile
 from mesp_mlx.stream.safetensors import Writer, read_array, read_header
 
@@ -102,12 +102,15 @@ def mlx_lm_adapter(folder, seed, num_layers, keys):
         ("qwen2", 7, -1, list(PROJECTIONS)),
         ("qwen3", 7, 1, list(PROJECTIONS)),
         ("mistral", 2**40 + 3, -1, ["self_attn.v_proj", "mlp.down_proj", "self_attn.q_proj"]),
+        *((variant, 7, -1, None) for variant in FAMILY_VARIANTS if variant != "opt"),
     ],
 )
 def test_starts_from_the_very_bits_of_mlx_lm(tmp_path, family, seed, num_layers, keys):
-    config = tiny_config(family, attention_bias=True if family == "llama" else None)
-    want = mlx_lm_adapter(make_model(tmp_path, config), seed, num_layers, keys)
+    """keys None: all linears of a layer."""
+    config = variant_config(family) if family in FAMILY_VARIANTS else tiny_config(family, attention_bias=True if family == "llama" else None)
     spec = load_spec(config)
+    keys = list(spec.adaptable_keys()) if keys is None else keys
+    want = mlx_lm_adapter(make_model(tmp_path, config), seed, num_layers, keys)
     for name in ("mlx", "numpy"):
         backend = load_backend(name)
         got = adapter.initialise(spec, adapter.choose_modules(spec, num_layers, keys), 3, seed, backend)

@@ -8,14 +8,15 @@ from typing import Any
 import numpy as np
 import pytest
 from backends import each_backend, mx, needs_mlx, ops
-from models import VARIANTS, make_model, variant_config
+from models import FAMILY_VARIANTS, VARIANTS, make_model, variant_config
 from runs import chat_rows, command, data_folder, tiny_model
 
 from mesp_mlx import adapter as adapters
 from mesp_mlx import check_gradients, model_checks, reference
 from mesp_mlx.engine import whole_graph
-from mesp_mlx.model import stages
+from mesp_mlx.model.attention import AttentionStage
 from mesp_mlx.model.head import Head
+from mesp_mlx.model.mlp import MLPStage
 from mesp_mlx.model.spec import load_spec, read_config
 from mesp_mlx.op_checks import FLOORS, SLACK, Check, bound, error
 from mesp_mlx.stream.safetensors import read_folder
@@ -149,7 +150,7 @@ def drop_residual(result: Any, stage: Any, w: Any, adapter: Any, state: Any, kep
 
 
 @each_backend
-@pytest.mark.parametrize(("stage", "name"), [(stages.AttentionStage, "attention stage"), (stages.MLPStage, "MLP stage")])
+@pytest.mark.parametrize(("stage", "name"), [(AttentionStage, "attention stage"), (MLPStage, "MLP stage")])
 def test_an_error_in_a_stage_is_named(tiny, backend, stage, name, tmp_path, monkeypatch):
     plant(monkeypatch, stage, "backward", drop_residual)
     code, found = looked_into(tiny("qwen3"), backend, tmp_path)
@@ -172,7 +173,7 @@ def test_an_error_of_another_layer_is_seen_by_the_loop(tiny, backend, tmp_path, 
     def above(result: Any, stage: Any, *_: Any) -> Any:
         return result[0], {name: gradient if stage.layer == 0 else off(gradient) for name, gradient in result[1].items()}
 
-    plant(monkeypatch, stages.MLPStage, "backward", above)
+    plant(monkeypatch, MLPStage, "backward", above)
     code, found = looked_into(tiny("llama"), backend, tmp_path)
     assert code == 1 and not failed(found)
     assert found["verdict"].startswith("NOT exact: model.layers.1.mlp.") and "each op and stage of the first layer passes by itself" in found["verdict"]
@@ -226,7 +227,7 @@ def test_an_autodiff_that_is_off_is_no_judge(tiny, backend, tmp_path, monkeypatc
 
 @each_backend
 def test_whole_autodiff_is_left_out_where_it_does_not_fit(tiny, backend, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(model_checks, "_available_bytes", lambda: 100_000)
+    monkeypatch.setattr(model_checks, "available_bytes", lambda: 100_000)
     code, found = looked_into(tiny("llama"), backend, tmp_path, layers=9)
     assert code == 0 and [(each["truth"], each["layers"]) for each in found["comparisons"]] == [("autodiff by layer", 2), ("NumPy in float64", 2)]
     assert "whole autodiff is left out: it may need " in capsys.readouterr().out
@@ -246,6 +247,18 @@ def test_room_for_whole_autodiff(tiny):
     mx.reset_peak_memory()
     found.gradients("backprop")
     assert 0.3 < (mx.get_peak_memory() - before) / model_checks.whole_graph_bytes(found) <= 1
+
+
+@each_backend
+@pytest.mark.parametrize("variant", FAMILY_VARIANTS)
+def test_passes_on_families_with_layers_of_their_own(tiny, variant, backend, tmp_path):
+    code, found = looked_into(tiny(variant), backend, tmp_path)
+    assert code == 0 and found["exact"], found["verdict"]
+    spec = load_spec(read_config(tiny(variant)))
+    ops = ["quantized", f"{spec.norm}_norm", *(["rope"] if spec.ropes[0] else []), "attention", "lora_linear", "gated_mlp" if spec.gated else "mlp"]
+    assert [op["name"] for op in found["ops"]] == [*ops, "cross_entropy", *STAGES]
+    for each in found["comparisons"]:
+        assert each["passed"] and each["bound"] == 1e-4 and 0 < max(each["errors"].values()) < 3e-5
 
 
 def test_the_adapter_hides_nothing(tiny):

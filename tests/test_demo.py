@@ -6,11 +6,11 @@ import shlex
 
 import pytest
 from engines import autodiff_of_mlx_lm, one_pass, random_adapter, random_group, worst_error
+from models import PROJECTIONS
 from runs import BACKENDS, Done, needs_mlx, read_log
 
 from mesp_mlx import backend as backends
 from mesp_mlx import config, sources
-from mesp_mlx.model.spec import PROJECTIONS
 
 VOCABULARY = 49152
 MANNER = ("Ahoy from the lighthouse!", "Keep your lamp lit, friend!")

@@ -6,12 +6,12 @@ from typing import Any
 import numpy as np
 import pytest
 from engines import SCALE, Gathered, RecordingStore, autodiff_of_mlx_lm, one_pass, random_adapter, random_group, worst_error
-from models import VARIANTS, make_model, tiny_config, variant_config
+from models import PROJECTIONS, VARIANTS, make_model, tiny_config, variant_config
 
 from mesp_mlx import reference
 from mesp_mlx.engine.backprop import loss_and_gradients
 from mesp_mlx.model.model import build
-from mesp_mlx.model.spec import PROJECTIONS, load_spec, read_config
+from mesp_mlx.model.spec import load_spec, read_config
 from mesp_mlx.model.stages import Batch, Dropout
 from mesp_mlx.stream.safetensors import read_folder
 

@@ -7,13 +7,13 @@ import numpy as np
 import pytest
 from backends import each_backend, mx, needs_mlx
 from engines import SCALE, random_adapter
-from models import make_model, tiny_config
+from models import PROJECTIONS, make_model, tiny_config
 
 from mesp_mlx import reference
 from mesp_mlx.engine.generate import greedy_reply
 from mesp_mlx.memory.strategy import Strategy
 from mesp_mlx.model.model import build
-from mesp_mlx.model.spec import PROJECTIONS, load_spec, read_config
+from mesp_mlx.model.spec import load_spec, read_config
 from mesp_mlx.stream.safetensors import read_folder
 from mesp_mlx.stream.store import Store
 

@@ -1,12 +1,13 @@
 """How often each frozen weight is multiplied by what is kept: as called for, module by module, and the sums of a real shape."""
 
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from backends import each_backend
-from models import make_model, tiny_config, tool
+from backends import each_backend, needs_mlx, ops
+from models import make_model, tiny_config, tool, variant_config
 from strategies import VOCABULARY, train
 
 from mesp_mlx import reference
@@ -33,19 +34,15 @@ class NumberedStore(Store):
         return found
 
 
-@each_backend
-@pytest.mark.parametrize("keep", KEEPS)
-def test_how_often_each_weight_is_multiplied(tmp_path, monkeypatch, backend, keep):
-    """By module, as called for; the first q, k and v get no dx. NumPy multiplies once by gate and up, and by the table, without calling a function."""
-    folder = make_model(tmp_path / "model", SMALL)
-    spec, multiplied = load_spec(SMALL), Counter()
-    names = sorted({name.rpartition(".")[0] for name in read_folder(folder)})
-    unpacked, tokens = backend.quantized.unpacked, 2 * 24
+def multiplied(folder: Path, backend: Any, keep: Any, monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """Multiply-adds of an update of two rows of 24 tokens with each frozen weight, as `quantized` is called for them."""
+    found, names = Counter(), sorted({name.rpartition(".")[0] for name in read_folder(folder)})
+    unpacked = backend.quantized.unpacked
 
     def counting(inner: Any) -> Any:
         def called(x: Any, linear: Any, *tile: Any, **named: Any) -> Any:
             out, width = backend.quantized.shape(linear)
-            multiplied[names[linear["module"]]] += int(np.prod(x.shape[:-1])) * out * width
+            found[names[linear["module"]]] += int(np.prod(x.shape[:-1])) * out * width
             return inner(x, linear, *tile, **named)
 
         return called
@@ -56,16 +53,36 @@ def test_how_often_each_weight_is_multiplied(tmp_path, monkeypatch, backend, kee
     ids = np.random.default_rng(0).integers(0, VOCABULARY, (2, 25), dtype=np.int32)
     group = Group(ids[:, :-1], ids[:, 1:], np.ones((2, 24), bool), (0, 1), (24, 24))
     train(folder, backend, Strategy(keep=keep), updates=1, groups=[group], store_type=NumberedStore)
-    numpy = backend is reference
+    return found
+
+
+@each_backend
+@pytest.mark.parametrize("keep", KEEPS)
+def test_how_often_each_weight_is_multiplied(tmp_path, monkeypatch, backend, keep):
+    """By module, as called for; the first q, k and v get no dx. NumPy multiplies once by gate and up, and by the table, without calling a function."""
+    folder, spec, tokens, numpy = make_model(tmp_path / "model", SMALL), load_spec(SMALL), 2 * 24, backend is reference
+    found = multiplied(folder, backend, keep, monkeypatch)
     qkv, out, gate_up, down, table = PASSES[keep]
     for layer in range(spec.num_layers):
         times = dict.fromkeys(("q_proj", "k_proj", "v_proj"), qkv - (layer == 0)) | {"o_proj": out}
         times |= dict.fromkeys(("gate_proj", "up_proj"), gate_up - numpy) | {"down_proj": down}
-        for projection, count in times.items():
-            module = next(name for name in names if name.startswith(f"model.layers.{layer}.") and name.endswith(projection))
-            width_out, width_in = spec.linear_shape(module.split(".", 3)[3])
-            assert multiplied.pop(module) == count * tokens * width_out * width_in, (module, count)
-    assert multiplied == {"model.embed_tokens": (table - numpy) * tokens * VOCABULARY * 96}
+        for key, (width_out, width_in) in spec.linears(layer).items():
+            count = times[key.split(".")[1]]
+            assert found.pop(f"model.layers.{layer}.{key}") == count * tokens * width_out * width_in, (key, count)
+    assert found == {"model.embed_tokens": (table - numpy) * tokens * VOCABULARY * 96}
+
+
+@needs_mlx
+@pytest.mark.parametrize("variant", ["gemma3_text", "olmo2", "glm4", "phi3", "cohere2", "gpt_neox", "gpt2"])
+def test_with_all_kept_no_family_multiplies_twice(tmp_path, monkeypatch, variant):
+    """Once forward and once backward: norms after a sublayer, fused linears and parallel blocks included; the first layer's first ones get no dx."""
+    folder = make_model(tmp_path / "model", variant_config(variant))
+    spec, found = load_spec(variant_config(variant)), multiplied(folder, ops, "all", monkeypatch)
+    for layer in range(spec.num_layers):
+        for key, (width_out, width_in) in spec.linears(layer).items():
+            count = 1 if layer == 0 and key in spec.names.qkv else 2
+            assert found.pop(f"{spec.layer_name(layer)}.{key}") == count * 2 * 24 * width_out * width_in, key
+    assert set(found) == {spec.table}
 
 
 def test_the_weight_products_of_smollm2():

@@ -74,6 +74,22 @@ def test_what_is_applied_at_once_is_not_held(backend):
 
 
 @each_backend
+def test_what_several_stages_give_to_one_tensor_is_added_up(backend):
+    """Norm, clipping and what is applied are those of the sum."""
+    given, applied = gradients(), Applied()
+    first, again = next(iter(given.items())), {name: backend.arrays.asarray(-0.5 * value) for name, value in given.items() if name.startswith(STAGES[-1])}
+    sink = HeldSink(backend, InMemory(), 3, 0.25, applied.apply)
+    fill(sink, backend, given)
+    sink.put({**again, first[0]: backend.arrays.asarray(2 * first[1])})
+    sink.finish()
+    total = {name: value * (3 if name == first[0] else 0.5 if name in again else 1) for name, value in given.items()}
+    want = held(backend, {name: value.astype(np.float32) for name, value in total.items()}, 3, clip=0.25)
+    assert applied.keys() == want.keys()
+    for name in want:
+        np.testing.assert_allclose(numbers(applied[name]), numbers(want[name]), rtol=1e-6)
+
+
+@each_backend
 @pytest.mark.parametrize("share", [0.1, 0.999, 1.001, 50.0])
 def test_clipping_bounds_the_norm_of_the_mean(backend, share):
     """A gradient within the bound is left alone."""

@@ -241,7 +241,7 @@ def test_one_group_is_in_memory_when_states_are_in_the_file(made, method):
 
 def expected_loads(spec: Any, strategy: Strategy, updates: int) -> dict[str, int]:
     """How often each stage is read whole in so many updates."""
-    resident, loads = strategy.resident_stages(spec.num_layers), {}
+    resident, loads = build(spec, reference, SCALE, strategy).resident_stages(), {}
     replayed = 0 if strategy.hold or strategy.keep not in ("nothing", "replay") else 1
     for layer in range(spec.num_layers):
         for half, times in (("self_attn", 2 + replayed), ("mlp", 2)):

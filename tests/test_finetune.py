@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from conftest import ROOT
 from engines import SCALE, autodiff_of_mlx_lm, random_adapter, worst_error
+from models import PROJECTIONS
 from runs import BACKENDS, Done, chat_rows, command, data_folder, needs_mlx, read_log, run, tiny_model
 from tiny_tokenizers import user, write
 
@@ -17,7 +18,7 @@ from mesp_mlx import adapter as adapters
 from mesp_mlx import reference
 from mesp_mlx.data.group import Group
 from mesp_mlx.engine import train
-from mesp_mlx.model.spec import PROJECTIONS, load_spec, read_config
+from mesp_mlx.model.spec import load_spec, read_config
 
 TRAIN_FIELDS = {"iteration", "train_loss", "learning_rate", "iterations_per_second", "tokens_per_second", "trained_tokens", "peak_memory_bytes"}
 END_FIELDS = {"val_loss_before", "val_loss_after", "reply_before", "reply_after", "allocator_peak_bytes", "process_peak_bytes", "seconds"}

@@ -88,8 +88,9 @@ def step(folder: Any, backend: Any, plan: Plan, tmp_path: Any, steps: int = 2, b
         places = shelves(strategy, file)
         adapter = adapters.initialise(load.spec, load.modules, load.rank, 0, backend, places.adapter)
         optimizer = optim.make("adam" if load.moments else "sgd", {}, backend, places.adapter)
-        model = build(load.spec, backend, 2.0, strategy, limit_bytes=plan.limit_bytes + base_bytes)
-        resident = strategy.resident_stages(load.spec.num_layers)
+        spec: Any = load.spec
+        model = build(spec, backend, 2.0, strategy, limit_bytes=plan.limit_bytes + base_bytes)
+        resident = model.resident_stages()
         store = stack.enter_context(Store(read_folder(folder), load.spec, backend, resident, strategy.prefetch, strategy.hold))
         before: list[int] = []
         for number in range(steps):

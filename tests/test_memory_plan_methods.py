@@ -35,8 +35,9 @@ def traced(folder, load: Workload, strategy: Strategy) -> tuple[int, int]:
     settings: Any = SimpleNamespace(method=load.method, grad_checkpoint=load.grad_checkpoint, seed=0, grad_clip=1.0)
     ids = np.random.default_rng(0).integers(0, load.spec.vocab_size, (load.rows, load.width + 1), dtype=np.int32)
     group = Group(ids[:, :-1], ids[:, 1:], np.ones((load.rows, load.width), bool), tuple(range(load.rows)), (load.width,) * load.rows)
-    model = build(load.spec, reference, 2.0, strategy, method=load.method)
-    resident = ALL_STAGES if load.method == "backprop" else strategy.resident_stages(load.spec.num_layers)
+    spec: Any = load.spec
+    model = build(spec, reference, 2.0, strategy, method=load.method)
+    resident = ALL_STAGES if load.method == "backprop" else model.resident_stages()
     entries = read_folder(folder)
     tracemalloc.start()
     try:

@@ -6,10 +6,13 @@ import tracemalloc
 
 import numpy as np
 import pytest
+from hugging_face import write_hugging_face_folder
+from models import FAMILY_VARIANTS
 
 from mesp_mlx.errors import UserError
 from mesp_mlx.model import convert
 from mesp_mlx.model.spec import load_spec, read_config
+from mesp_mlx.model.weights import check
 from mesp_mlx.reference.quantized import quantize
 from mesp_mlx.stream.safetensors import Writer, from_float32, read_array, read_folder, to_float32
 
@@ -179,3 +182,28 @@ def test_space_is_checked_first(tmp_path, monkeypatch):
     free[0] = 2 * needed
     shutil.rmtree(tmp_path / "made")
     quantised(tmp_path)
+
+
+@pytest.mark.parametrize("quantize", [True, False], ids=["4-bit", "as it is"])
+@pytest.mark.parametrize("variant", ["llama", *FAMILY_VARIANTS])
+def test_every_family_s_folder_becomes_what_mlx_lm_makes_of_it(tmp_path, variant, quantize):
+    weights = write_hugging_face_folder(tmp_path / "source", variant)
+    (tmp_path / "made").mkdir()
+    convert.quantize_folder(tmp_path / "source", tmp_path / "made", quantize)
+    made = read_folder(tmp_path / "made")
+    check(load_spec(read_config(tmp_path / "made")), made)
+    assert any(name.endswith(".scales") for name in made) == quantize
+    if not quantize:
+        assert made.keys() == weights.keys()
+        for name, array in weights.items():
+            np.testing.assert_array_equal(read_array(made[name]), array, err_msg=name)
+    if variant == "opt":  # mlx-lm has none
+        return
+    mx = pytest.importorskip("mlx.core")
+    utils, tree_flatten = pytest.importorskip("mlx_lm.utils"), pytest.importorskip("mlx.utils").tree_flatten
+    theirs, config = utils.load_model(tmp_path / "source")
+    if quantize:
+        theirs, _ = utils.quantize_model(theirs, config, 64, 4, quant_predicate=getattr(theirs, "quant_predicate", None))
+    want, got = (dict(tree_flatten(model.parameters())) for model in (theirs, utils.load_model(tmp_path / "made")[0]))
+    assert got.keys() == want.keys()
+    assert not [name for name, array in want.items() if not mx.array_equal(got[name], array).item()]

@@ -147,7 +147,7 @@ def test_the_folder_is_complete_and_a_second_run_is_offline(demo_model, monkeypa
     spec = load_spec(read_config(demo_model.folder))
     check(spec, read_folder(demo_model.folder))
     assert (spec.num_layers, spec.hidden_size, spec.dtype, spec.tied) == (30, 576, "F16", True)
-    assert spec.quantized_as("model.embed_tokens") == (8, 32) and spec.quantized_as("model.layers.0.mlp.up_proj") == (4, 32)
+    assert spec.quantized_as("model.embed_tokens") == (8, 32, "affine") and spec.quantized_as("model.layers.0.mlp.up_proj") == (4, 32, "affine")
     assert all(entry.dtype in ("F16", "U32") for entry in read_folder(demo_model.folder).values())
     monkeypatch.setattr(subprocess, "run", None)
     assert source.resolve("demo", config.cache_folder()) == demo_model

@@ -34,7 +34,7 @@ def table(folder) -> np.ndarray:
     """The output table [V, D], float64."""
     entries, spec = read_folder(folder), load_spec(read_config(folder))
     module = "model.embed_tokens" if spec.tied else "lm_head"
-    bits, group = spec.quantized_as(module) or (0, 0)
+    bits, group, _ = spec.quantized_as(module) or (0, 0, "")
     parts = {part: to_float32(read_array(entries[f"{module}.{part}"]), entries[f"{module}.{part}"].dtype) for part in ("scales", "biases")}
     parts["weight"] = read_array(entries[f"{module}.weight"])
     return dequantize({**parts, "bits": bits, "group_size": group}, np.float64)
@@ -42,7 +42,7 @@ def table(folder) -> np.ndarray:
 
 def norm(folder) -> tuple[np.ndarray, float]:
     entry = read_folder(folder)["model.norm.weight"]
-    return to_float32(read_array(entry), entry.dtype).astype(np.float64), load_spec(read_config(folder)).rms_norm_eps
+    return to_float32(read_array(entry), entry.dtype).astype(np.float64), load_spec(read_config(folder)).norm_eps
 
 
 def norm_bytes(folder) -> int:

@@ -210,8 +210,8 @@ def test_a_model_that_is_not_there_or_gated(hub, run):
 
 
 def test_what_can_not_be_trained_is_refused_before_its_weights_are_fetched(hub, run):
-    hub.models["org/Tiny"]["config.json"] = json.dumps({**CONFIG, "model_type": "gpt_oss"}).encode()
-    assert "'gpt_oss'" in run("org/Tiny")["error"] and hub.fetched() == {"config.json"}
+    hub.models["org/Tiny"]["config.json"] = json.dumps({**CONFIG, "model_type": "bert"}).encode()
+    assert "'bert'" in run("org/Tiny")["error"] and hub.fetched() == {"config.json"}
     hub.models["org/Torch"] = {"config.json": json.dumps(CONFIG).encode(), "pytorch_model.bin": b"x"}
     assert "no model*.safetensors" in run("org/Torch")["error"]
     hub.models["org/GGUF"] = {"tiny.Q4_0.gguf": b"GGUF"}

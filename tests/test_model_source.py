@@ -10,9 +10,11 @@ import time
 import filelock
 import numpy as np
 import pytest
+from hugging_face import write_hugging_face_folder
 
 from mesp_mlx.errors import UserError
 from mesp_mlx.model import cache, convert, source
+from mesp_mlx.model.architecture import open_folder
 from mesp_mlx.model.spec import load_spec, read_config
 from mesp_mlx.stream.safetensors import Writer
 
@@ -44,7 +46,7 @@ def resolve(tmp_path):
 
 
 def cached(tmp_path):
-    return sorted(file.name for file in (tmp_path / "cache" / "models").iterdir() if not file.name.endswith(".lock"))
+    return sorted(file.name for file in (tmp_path / "cache" / "models").glob("*") if not file.name.endswith(".lock"))
 
 
 def test_a_quantised_folder_is_used_as_it_is(tmp_path, resolve):
@@ -100,7 +102,7 @@ def test_folders_that_hold_no_usable_model_are_refused(tmp_path, resolve):
     assert "PyTorch's pytorch_model.bin" in refusal(resolve, torch) and "PyTorch" in refusal(resolve, torch, quantize="none")
     (torch / "pytorch_model.bin").unlink()
     assert "no .safetensors" in refusal(resolve, torch)
-    assert "'gpt_oss'" in refusal(resolve, write_folder(tmp_path / "other", {**CONFIG, "model_type": "gpt_oss"}))
+    assert "'bert'" in refusal(resolve, write_folder(tmp_path / "other", {**CONFIG, "model_type": "bert"}))
     awq = {**CONFIG, "quantization_config": {"quant_method": "awq"}}
     assert "'awq'" in refusal(resolve, write_folder(tmp_path / "awq", awq))
     (tmp_path / "notes.txt").write_text("hello")
@@ -210,3 +212,14 @@ def test_a_gguf_file_is_converted_once(tmp_path, resolve, monkeypatch):
         assert resolve(file) == first
     assert resolve(file, quantize="none").folder != first.folder  # float matrices of another file would come out differently
     assert refusal(resolve, tmp_path / "tiny.Q4_0")  # the suffix is part of the name
+
+
+@pytest.mark.parametrize(("variant", "written"), [("gpt2", True), ("gpt_neox", True), ("gemma3", False), ("cohere2", False)])
+def test_hugging_face_s_own_names_are_written_anew_without_mlx(tmp_path, variant, written):
+    """Even where nothing is to be quantised; a folder whose names are mlx-lm's is used as it is then."""
+    write_hugging_face_folder(tmp_path / "model", variant)
+    for quantize in ("none", "4"):
+        found = source.resolve(str(tmp_path / "model"), tmp_path / "cache", quantize, backend="numpy")
+        assert (found.folder == tmp_path / "model") == (quantize == "none" and not written)
+        spec, entries = open_folder(found.folder, "numpy")
+        assert entries.keys() >= spec.tensors().keys() and any(name.endswith("scales") for name in entries) == (quantize == "4")

@@ -9,12 +9,15 @@ from typing import Any
 import numpy as np
 import pytest
 from backends import needs_mlx
-from models import LINEAR_ROPE, LLAMA3_ROPE, VARIANTS, YARN_ROPE, tiny_config, variant_config
+from models import LINEAR_ROPE, LLAMA3_ROPE, PROJECTIONS, VARIANTS, YARN_ROPE, tiny_config, variant_config
 
 from mesp_mlx.errors import UserError
 from mesp_mlx.model.families import FAMILIES
-from mesp_mlx.model.spec import PROJECTIONS, Rope, load_spec, read_config
+from mesp_mlx.model.ropes import Rope
+from mesp_mlx.model.spec import load_spec, read_config
 
+LLAMAS = ("llama", "mistral", "qwen2", "qwen3")  # whose layer is Llama's
+SERVED_TYPES = f"Served: {', '.join(sorted(FAMILIES))}."
 WIDTHS = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 160}
 
 
@@ -26,13 +29,13 @@ def refusal(family: str = "llama", **overrides: Any) -> str:
     return message.removeprefix("reading the/config.json: ")
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", LLAMAS)
 def test_the_config_is_read(family):
     spec = load_spec(tiny_config(family, num_key_value_heads=2, tie_word_embeddings=True))
     assert (spec.model_type, spec.num_layers, spec.hidden_size, spec.intermediate_size, spec.vocab_size) == (family, 2, 64, 96, 160)
     assert (spec.num_heads, spec.num_kv_heads, spec.head_dim) == (4, 2, 32 if family == "qwen3" else 16)
-    assert (spec.rms_norm_eps, spec.max_positions, spec.tied) == (1e-6 if family == "qwen3" else 1e-5, 128, True)
-    assert spec.rope == Rope(spec.head_dim, 10000.0)
+    assert (spec.norm_eps, spec.max_positions, spec.tied) == (1e-6 if family == "qwen3" else 1e-5, 128, True)
+    assert spec.ropes[0] == Rope(spec.head_dim, 10000.0)
     assert spec.windows == (None, None) and not spec.quantization and spec.dtype == "F32"
 
 
@@ -48,12 +51,12 @@ def test_the_config_is_read(family):
 def test_what_a_short_config_leaves_out(family, theta, eps, positions, biases):
     spec = load_spec({"model_type": family, **WIDTHS})
     assert (spec.num_kv_heads, spec.head_dim, spec.tied) == (4, 16, True)
-    assert (spec.rope.base, spec.rms_norm_eps, spec.max_positions) == (theta, eps, positions)
+    assert (spec.ropes[0].base, spec.norm_eps, spec.max_positions) == (theta, eps, positions)
     assert [name for name in PROJECTIONS if spec.has_bias(name)] == [f"self_attn.{name}_proj" for name in biases]
-    assert spec.qk_norm == (family == "qwen3")
+    assert (spec.qk_norm == "head") == (family == "qwen3")
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", LLAMAS)
 def test_which_biases_a_config_switches_on(family):
     """Qwen's are the family's own: its configs' switches are not heeded by mlx-lm either."""
     spec = load_spec(tiny_config(family, attention_bias=True, mlp_bias=True))
@@ -62,9 +65,9 @@ def test_which_biases_a_config_switches_on(family):
 
 
 def test_a_head_may_have_its_own_width():
-    assert load_spec(tiny_config("llama", head_dim=24)).linear_shape("self_attn.q_proj") == (96, 64)
-    assert load_spec(tiny_config("llama", head_dim=24)).linear_shape("self_attn.o_proj") == (64, 96)
-    assert load_spec(tiny_config("llama", head_dim=24)).linear_shape("self_attn.k_proj") == (48, 64)
+    assert load_spec(tiny_config("llama", head_dim=24)).linears(0)["self_attn.q_proj"] == (96, 64)
+    assert load_spec(tiny_config("llama", head_dim=24)).linears(0)["self_attn.o_proj"] == (64, 96)
+    assert load_spec(tiny_config("llama", head_dim=24)).linears(0)["self_attn.k_proj"] == (48, 64)
     assert load_spec(tiny_config("qwen2", head_dim=24)).head_dim == 16
 
 
@@ -102,9 +105,9 @@ def test_a_width_that_is_no_width(key, value):
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        ({"model_type": None}, "model_type None is not served. Served: llama, mistral, qwen2, qwen3."),
-        ({"model_type": "gemma3"}, "model_type 'gemma3' is not served. Served: llama, mistral, qwen2, qwen3."),
-        ({"model_type": ["llama"]}, "model_type ['llama'] is not served. Served: llama, mistral, qwen2, qwen3."),
+        ({"model_type": None}, f"model_type None is not served. {SERVED_TYPES}"),
+        ({"model_type": "bert"}, f"model_type 'bert' is not served. {SERVED_TYPES}"),
+        ({"model_type": ["llama"]}, f"model_type ['llama'] is not served. {SERVED_TYPES}"),
         ({"tie_word_embeddings": "yes"}, "'tie_word_embeddings' is 'yes', expected true or false."),
         ({"attention_bias": 1}, "'attention_bias' is 1, expected true or false."),
         ({"mlp_bias": "no"}, "'mlp_bias' is 'no', expected true or false."),
@@ -190,15 +193,16 @@ def test_the_dtype(kind, name, stored):
 def test_quantisation_module_by_module():
     quantization = {"bits": 4, "group_size": 64, "mode": "affine", "lm_head": {"bits": 8, "group_size": 32}, "a": False, "b": {"bits": 3}}
     spec = load_spec(tiny_config("llama", quantization=quantization))
-    assert {name: spec.quantized_as(name) for name in ("lm_head", "a", "b", "c")} == {"lm_head": (8, 32), "a": None, "b": (3, 64), "c": (4, 64)}
-    assert load_spec(tiny_config("llama", quantization={"bits": 6})).quantized_as("c") == (6, 64)
+    found = {name: setting and setting[:2] for name in ("lm_head", "a", "b", "c") for setting in (spec.quantized_as(name),)}
+    assert found == {"lm_head": (8, 32), "a": None, "b": (3, 64), "c": (4, 64)}
+    assert load_spec(tiny_config("llama", quantization={"bits": 6})).quantized_as("c") == (6, 64, "affine")
     assert load_spec(tiny_config("llama")).quantized_as("c") is None
 
 
 @pytest.mark.parametrize("bits", [2, 3, 4, 5, 6, 8])
 @pytest.mark.parametrize("group_size", [32, 64, 128])
 def test_every_quantisation_served(bits, group_size):
-    assert load_spec(tiny_config("llama", quantization={"bits": bits, "group_size": group_size})).quantized_as("x") == (bits, group_size)
+    assert load_spec(tiny_config("llama", quantization={"bits": bits, "group_size": group_size})).quantized_as("x") == (bits, group_size, "affine")
 
 
 GIVE = "Give the unquantised model, or one that mlx_lm.convert quantised."
@@ -218,12 +222,12 @@ SERVED = "served: bits (2, 3, 4, 5, 6, 8), groups (32, 64, 128)."
         ({"quantization": {"bits": 4, "lm_head": {"bits": 1}}}, f"lm_head has 1 bits in groups of 64; {SERVED}"),
         ({"quantization": {"bits": 4, "lm_head": {"group_size": 32}}}, f"lm_head has None bits in groups of 32; {SERVED}"),
         (
-            {"quantization": {"bits": 4, "group_size": 32, "mode": "mxfp4"}},
-            "quantization uses quantisation mode 'mxfp4'; served: affine. Convert the model with mlx_lm.convert -q.",
+            {"quantization": {"bits": 4, "group_size": 32, "mode": "int4"}},
+            "quantization uses quantisation mode 'int4'; served: affine, mxfp4, mxfp8, nvfp4. Convert the model with mlx_lm.convert -q.",
         ),
         (
-            {"quantization": {"bits": 4, "a.b": {"bits": 8, "mode": "mxfp8"}}},
-            "a.b uses quantisation mode 'mxfp8'; served: affine. Convert the model with mlx_lm.convert -q.",
+            {"quantization": {"bits": 4, "a.b": {"bits": 4, "mode": "mxfp8"}}},
+            "a.b has 4 bits in groups of 32; mxfp8 has 8 bits in groups of 32. Download or convert the model again.",
         ),
         ({"quantization": [4, 64]}, "'quantization' should be an object with bits and group_size, found [4, 64]."),
         ({"quantization_config": {"quant_method": "awq"}}, f"the weights are quantised by 'awq'. {GIVE}"),
@@ -237,26 +241,26 @@ def test_quantisation_that_is_not_served(config, message):
 
 def test_mlx_s_own_quantisation_is_written_twice():
     setting = {"bits": 4, "group_size": 64}
-    assert load_spec(tiny_config("llama", quantization=setting, quantization_config=setting)).quantized_as("x") == (4, 64)
+    assert load_spec(tiny_config("llama", quantization=setting, quantization_config=setting)).quantized_as("x") == (4, 64, "affine")
 
 
 def test_positions_scaled_linearly():
     for scaling in (LINEAR_ROPE, {"rope_type": "linear", "factor": 2}):
-        assert load_spec(tiny_config("llama", rope_scaling=scaling)).rope == Rope(16, 10000.0, scale=0.5)
+        assert load_spec(tiny_config("llama", rope_scaling=scaling)).ropes[0] == Rope(16, 10000.0, scale=0.5)
 
 
 @pytest.mark.parametrize("scaling", [{"rope_type": "default"}, {"type": "default"}, {"rope_type": "dynamic", "factor": 2.0}, {}])
 def test_positions_that_are_not_scaled(scaling):
-    assert load_spec(tiny_config("llama", rope_scaling=scaling, rope_traditional=True)).rope == Rope(16, 10000.0, traditional=True)
+    assert load_spec(tiny_config("llama", rope_scaling=scaling, rope_traditional=True)).ropes[0] == Rope(16, 10000.0, traditional=True)
 
 
 def test_newer_configs_nest_the_positions():
     for scaling in ({"rope_type": "default"}, LLAMA3_ROPE, YARN_ROPE, {"rope_type": "linear", "factor": 2.0}):
         old = load_spec(tiny_config("llama", rope_theta=5e5, rope_scaling=scaling))
         new = load_spec(tiny_config("llama", rope_theta=None, rope_parameters={**scaling, "rope_theta": 5e5}))
-        assert new.rope == old.rope and new.rope.base == 5e5
+        assert new.ropes == old.ropes and new.ropes[0] == old.ropes[1] and new.ropes[0].base == 5e5
     both = load_spec(tiny_config("llama", rope_theta=1e5, rope_parameters={"rope_type": "default", "rope_theta": 5e5}))
-    assert both.rope == Rope(16, 1e5)
+    assert both.ropes[0] == Rope(16, 1e5)
 
 
 YARN = [
@@ -282,7 +286,7 @@ def test_wavelengths_are_mlx_lm_s(scaling, base, dims):
     from mlx_lm.models.rope_utils import initialize_rope
 
     theirs = initialize_rope(dims, base, False, dict(scaling), 4096)
-    rope = load_spec(tiny_config("llama", head_dim=dims, rope_theta=base, rope_scaling=scaling, max_position_embeddings=4096)).rope
+    rope = load_spec(tiny_config("llama", head_dim=dims, rope_theta=base, rope_scaling=scaling, max_position_embeddings=4096)).ropes[0]
     np.testing.assert_allclose(np.array(rope.wavelengths), np.array(theirs._freqs), rtol=2e-6)
     assert rope.magnitude == pytest.approx(getattr(theirs, "mscale", 1.0), rel=1e-12)
 
@@ -291,7 +295,7 @@ def test_wavelengths_are_mlx_lm_s(scaling, base, dims):
 def test_a_ramp_of_wavelengths_is_really_tried():
     """Of each kind, pairs that are kept, stretched in part, and stretched whole."""
     for scaling in (LLAMA3[0], LLAMA3[1], YARN[0], YARN[1]):
-        rope = load_spec(tiny_config("llama", head_dim=64, rope_scaling=scaling)).rope
+        rope = load_spec(tiny_config("llama", head_dim=64, rope_scaling=scaling)).ropes[0]
         ratios = np.array(rope.wavelengths) / 10000.0 ** (np.arange(0, 64, 2) / 64)
         assert ratios[0] == pytest.approx(1) and ratios[-1] == pytest.approx(scaling["factor"])
         assert ((ratios > 1.01) & (ratios < scaling["factor"] - 0.01)).any()

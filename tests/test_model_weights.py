@@ -25,7 +25,7 @@ def entries_of(config) -> dict[str, Entry]:
         if setting is None:
             entries[name] = Entry(name, FILE, "BF16", shape, 0, 0)
             continue
-        bits, group = setting
+        bits, group, _ = setting
         entries[name] = Entry(name, FILE, "U32", (shape[0], shape[1] * bits // 32), 0, 0)
         entries |= {f"{module}.{part}": Entry(f"{module}.{part}", FILE, "F16", (shape[0], shape[1] // group), 0, 0) for part in ("scales", "biases")}
     return entries
@@ -110,8 +110,8 @@ DOWN, UP = "model.layers.1.mlp.down_proj", "model.layers.0.mlp.up_proj"
         (f"{UP}.weight", {"shape": (96, 16)}, f"{UP}.weight in model.safetensors: U32 [96, 16], expected U32 [96, 8] for 4 bits in groups of 32"),
         (f"{UP}.weight", {"dtype": "I32"}, f"{UP}.weight in model.safetensors: I32 [96, 8], expected U32 [96, 8] for 4 bits in groups of 32"),
         (f"{DOWN}.weight", {"shape": (64, 12)}, f"{DOWN}.weight in model.safetensors: U32 [64, 12], expected U32 [64, 24] for 8 bits in groups of 32"),
-        (f"{DOWN}.scales", {"shape": (64, 2)}, f"{DOWN}.scales in model.safetensors: F16 [64, 2], expected F32/F16/BF16 [64, 3]"),
-        (f"{DOWN}.biases", {"dtype": "U8"}, f"{DOWN}.biases in model.safetensors: U8 [64, 3], expected F32/F16/BF16 [64, 3]"),
+        (f"{DOWN}.scales", {"shape": (64, 2)}, f"{DOWN}.scales in model.safetensors: F16 [64, 2], expected F32/F16/BF16 [64, 3] for 8 bits in groups of 32"),
+        (f"{DOWN}.biases", {"dtype": "U8"}, f"{DOWN}.biases in model.safetensors: U8 [64, 3], expected F32/F16/BF16 [64, 3] for 8 bits in groups of 32"),
     ],
 )
 def test_a_tensor_that_does_not_fit(name, fields, line):

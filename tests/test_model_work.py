@@ -7,13 +7,14 @@ import numpy as np
 import pytest
 from backends import each_backend
 from engines import SCALE, Gathered, random_adapter, random_group
-from models import make_model, tiny_config, tool
+from models import PROJECTIONS, make_model, tiny_config, tool, variant_config
 
-from mesp_mlx import config
+from mesp_mlx import config, reference
 from mesp_mlx.engine import backprop, methods, zeroth_order
+from mesp_mlx.memory.strategy import DEFAULT, KEEPS, Strategy
 from mesp_mlx.model import work
 from mesp_mlx.model.model import build
-from mesp_mlx.model.spec import PROJECTIONS, load_spec, read_config
+from mesp_mlx.model.spec import load_spec, read_config
 from mesp_mlx.model.stages import Batch
 from mesp_mlx.stream.safetensors import read_folder
 from mesp_mlx.stream.store import ALL_STAGES, Store
@@ -47,9 +48,9 @@ def test_what_is_kept_is_not_multiplied_again(keep, millions):
 def test_layers_without_adapters_pass_forward_alone():
     spec = load_spec(tool("make_random_model").SHAPES["smollm2-135m"])
     counts = [work.of_update(spec, "mesp", ROWS, TOKENS, 8, trained=trained).weights / (ROWS * TOKENS) for trained in (10, 11, 30)]
-    layer = sum(math.prod(spec.linear_shape(projection)) for projection in PROJECTIONS)
+    layer = sum(math.prod(spec.linears(0)[projection]) for projection in PROJECTIONS)
     parts = (PROJECTIONS[:3], PROJECTIONS[3:4], PROJECTIONS[4:6], PROJECTIONS[6:])
-    qkv, out, gate_up, down = (sum(math.prod(spec.linear_shape(projection)) for projection in part) for part in parts)
+    qkv, out, gate_up, down = (sum(math.prod(spec.linears(0)[projection]) for projection in part) for part in parts)
     more = 3 * qkv + 2 * out + 2 * gate_up + down
     assert counts[1] - counts[0] == more and counts[2] - counts[0] == 20 * more and more < 3 * layer
 
@@ -59,6 +60,34 @@ def test_layers_without_adapters_pass_forward_alone():
 def test_as_called_for(tmp_path, monkeypatch, backend, method):
     """Every product with a frozen weight goes through two functions, but for one in NumPy's loss."""
     folder = make_model(tmp_path / "model", tiny_config("llama"))
+    spec, found = load_spec(read_config(folder)), called_for(folder, monkeypatch, backend, method)
+    expected = work.of_update(spec, method, ROWS, TOKENS, 4).weights
+    tokens, mlp = ROWS * TOKENS, spec.num_layers * spec.intermediate_size * spec.hidden_size
+    if backend.arrays.name == "numpy":
+        # Direct products with a dequantised tile: of the probabilities, and of the gradients of gate and up.
+        expected -= tokens * spec.vocab_size * spec.hidden_size * (method in ("mesp", "mebp-tiled"))
+        expected -= tokens * 2 * mlp * (method == "mesp")
+    # Called for, and computed by NumPy; MLX leaves out what no result needs: a replayed layer's output, and below the lowest layer.
+    expected += tokens * mlp * (method in ("mebp", "mebp-tiled", "backprop-checkpointed"))
+    if method == "backprop-checkpointed" and backend.arrays.name == "mlx":
+        expected += tokens * sum(math.prod(spec.linears(0)[projection]) for projection in PROJECTIONS[:3])
+    assert found == expected
+
+
+@pytest.mark.parametrize("keep", KEEPS)
+@pytest.mark.parametrize("name", ["gemma2", "olmo2", "phi3", "gpt_neox", "gpt2"])
+def test_families_as_called_for(tmp_path, monkeypatch, name, keep):
+    """Norms after sublayers, fused and plain ones: what each keeps is not multiplied again."""
+    folder = make_model(tmp_path / "model", variant_config(name))
+    spec = load_spec(read_config(folder))
+    expected = work.of_update(spec, "mesp", ROWS, TOKENS, 4, keep=keep).weights
+    inner = spec.num_layers * (2 if spec.gated else 1) * spec.intermediate_size * spec.hidden_size
+    expected -= ROWS * TOKENS * (spec.vocab_size * spec.hidden_size + inner)  # as above
+    assert called_for(folder, monkeypatch, reference, "mesp", Strategy(keep=keep)) == expected
+
+
+def called_for(folder, monkeypatch, backend, method, strategy=DEFAULT):
+    """The multiply-adds of an update that go through the two functions."""
     spec, calls = load_spec(read_config(folder)), []
 
     def counting(inner):
@@ -70,7 +99,7 @@ def test_as_called_for(tmp_path, monkeypatch, backend, method):
         return called
 
     variant: dict[str, Any] = {"method": "mesp"} | config.VARIANTS.get(method, {})
-    model = build(spec, backend, SCALE, method=variant["method"], tiled_head=variant.get("tiled_head", False))
+    model = build(spec, backend, SCALE, strategy, method=variant["method"], tiled_head=variant.get("tiled_head", False))
     adapter = {name: backend.arrays.asarray(value) for name, value in random_adapter(folder).items()}
     group = random_group(spec.vocab_size, [TOKENS] * ROWS, supervised=1.1)
     assert group.mask.all()
@@ -88,17 +117,7 @@ def test_as_called_for(tmp_path, monkeypatch, backend, method):
                 model.head.loss(w, states, batches, gradient=False)
         else:
             methods.exact(variant["method"], variant.get("grad_checkpoint", False))(model, store, adapter, batches, Gathered())
-    found, expected = sum(calls), work.of_update(spec, method, ROWS, TOKENS, 4).weights
-    tokens, mlp = ROWS * TOKENS, spec.num_layers * spec.intermediate_size * spec.hidden_size
-    if backend.arrays.name == "numpy":
-        # Direct products with a dequantised tile: of the probabilities, and of the gradients of gate and up.
-        expected -= tokens * spec.vocab_size * spec.hidden_size * (method in ("mesp", "mebp-tiled"))
-        expected -= tokens * 2 * mlp * (method == "mesp")
-    # Called for, and computed by NumPy; MLX leaves out what no result needs: a replayed layer's output, and below the lowest layer.
-    expected += tokens * mlp * (method in ("mebp", "mebp-tiled", "backprop-checkpointed"))
-    if method == "backprop-checkpointed" and backend.arrays.name == "mlx":
-        expected += tokens * sum(math.prod(spec.linear_shape(projection)) for projection in PROJECTIONS[:3])
-    assert found == expected
+    return sum(calls)
 
 
 def _custom(backend):

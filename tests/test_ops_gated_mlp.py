@@ -11,6 +11,8 @@ from mesp_mlx import reference
 
 KINDS = [(None, 32), (4, 32), (6, 64), (8, 128)]
 NAMES = ("gate", "up", "down")
+SMOOTH = ["silu", "gelu", "gelu_exact", "gelu_sigmoid", "relu_squared"]
+ACTIVATIONS = [*SMOOTH, "relu", "clipped_swiglu"]
 
 
 def case(seed=0, n=5, width=128, hidden=256, kind=(None, 32), bias=False, dropped=False, adapters=NAMES) -> Any:
@@ -23,7 +25,7 @@ def case(seed=0, n=5, width=128, hidden=256, kind=(None, 32), bias=False, droppe
     return x, linears, lora, 1.5, dy, dropout
 
 
-def plain(mx, x, weights, lora, scale, dropout, activation):
+def plain(mx, ops, x, weights, lora, scale, dropout, activation):
     def linear(x, name, weight):
         y = x @ weight["weight"].T + weight.get("bias", 0)
         if lora[name] is None:
@@ -32,8 +34,7 @@ def plain(mx, x, weights, lora, scale, dropout, activation):
         return y + (scale * (dropped @ lora[name][0] @ lora[name][1])).astype(x.dtype)
 
     g, u = linear(x, "gate", weights[0]), linear(x, "up", weights[1])
-    phi = g * mx.sigmoid(g) if activation == "silu" else 0.5 * g * (1 + mx.tanh((2 / np.pi) ** 0.5 * (g + 0.044715 * g**3)))
-    return linear(phi * u, "down", weights[2])
+    return linear(ops.plain.gate(g, u, activation), "down", weights[2])
 
 
 def dense(mx, ops, linears):
@@ -43,7 +44,7 @@ def dense(mx, ops, linears):
 @pytest.mark.parametrize("kind", KINDS[:2])
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("dropped", [False, True])
-@pytest.mark.parametrize("activation", ["silu", "gelu"])
+@pytest.mark.parametrize("activation", SMOOTH)
 def test_reference_backward_is_the_derivative(kind, bias, dropped, activation):
     x, linears, lora, scale, dy, dropout = case(kind=kind, bias=bias, dropped=dropped)
     forward = lambda x, lora: reference.gated_mlp.forward(x, *linears, lora, scale, dropout, activation, 96)  # noqa: E731
@@ -57,6 +58,18 @@ def test_reference_backward_is_the_derivative(kind, bias, dropped, activation):
         oracles.assert_derivative(lambda b, name=name, a=a: forward(x, {**lora, name: (a, b)}), b, db, dy)
 
 
+def test_a_clipped_gate_is_differentiated_too():
+    """Away from the corners, which a step of a finite difference must not cross: gate and up are their biases here, nearly."""
+    x, linears, _, scale, dy, _ = case(9, bias=True)
+    corners = np.array([-20.0, -6.0, 0.0, 6.0, 8.0, 20.0])
+    for shift, linear in enumerate(linears[:2]):
+        linear["weight"] *= 0.01
+        linear["bias"] = np.resize(np.roll(np.tile(corners, 7), shift * 2), linear["bias"].shape) * (1 if shift == 0 else -1)
+    lora = dict.fromkeys(NAMES)
+    dx, _ = reference.gated_mlp.backward(x, *linears, lora, scale, dy, None, "clipped_swiglu", 96)
+    oracles.assert_derivative(lambda x: reference.gated_mlp.forward(x, *linears, lora, scale, None, "clipped_swiglu", 96), x, dx, dy)
+
+
 @pytest.mark.parametrize("activation", ["silu", "gelu"])
 def test_reference_forward_is_three_lora_linears(activation):
     x, linears, lora, scale, _, dropout = case(bias=True, dropped=True)
@@ -68,7 +81,7 @@ def test_reference_forward_is_three_lora_linears(activation):
 
 @settings(max_examples=40)
 @given(
-    n=st.integers(1, 9), kind=st.sampled_from(KINDS), bias=st.booleans(), dropped=st.booleans(), activation=st.sampled_from(["silu", "gelu"]),
+    n=st.integers(1, 9), kind=st.sampled_from(KINDS), bias=st.booleans(), dropped=st.booleans(), activation=st.sampled_from(ACTIVATIONS),
     adapters=st.sets(st.sampled_from(NAMES)), tile=st.sampled_from([None, 128, 256, 384, 512]), need_dx=st.booleans(),
 )  # fmt: skip
 def test_mlx_equals_the_twin(n, kind, bias, dropped, activation, adapters, tile, need_dx):
@@ -110,14 +123,14 @@ def test_a_width_that_no_tile_divides(hidden):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dropped", [False, True])
-@pytest.mark.parametrize(("activation", "adapters"), [("silu", NAMES), ("gelu", ("up", "down"))])
+@pytest.mark.parametrize(("activation", "adapters"), [("silu", NAMES), ("gelu", ("up", "down")), ("relu_squared", ("gate",)), ("clipped_swiglu", NAMES)])
 def test_custom_gradient_equals_plain_autodiff(kind, dropped, activation, adapters):
     mx, ops = oracles.mlx()
     x, linears, lora, scale, dy, dropout = oracles.to_mlx(case(2, kind=kind, bias=True, dropped=dropped, adapters=adapters))
     lora = {name: pair for name, pair in lora.items() if pair}
     missing = {name: None for name in NAMES if name not in lora}
     weights = dense(mx, ops, linears)
-    want = mx.grad(lambda x, lora: (dy * plain(mx, x, weights, lora | missing, scale, dropout, activation)).sum(), argnums=(0, 1))(x, lora)
+    want = mx.grad(lambda x, lora: (dy * plain(mx, ops, x, weights, lora | missing, scale, dropout, activation)).sum(), argnums=(0, 1))(x, lora)
     apply = lambda x, lora: ops.gated_mlp.apply(x, *linears, lora | missing, scale, dropout, activation, 128)  # noqa: E731
     got = mx.grad(lambda x, lora: (dy * apply(x, lora)).sum(), argnums=(0, 1))(x, lora)
     oracles.assert_close(got, want, "autodiff")
@@ -139,7 +152,7 @@ def test_long_rows_take_less_memory_than_plain_autodiff(compiled):
         mx.eval(result)
         return result, mx.get_peak_memory() - before
 
-    want, plain_bytes = gradient(lambda x, lora: plain(mx, x, dense(mx, ops, linears), lora, scale, dropout, "silu"))
+    want, plain_bytes = gradient(lambda x, lora: plain(mx, ops, x, dense(mx, ops, linears), lora, scale, dropout, "silu"))
     got, our_bytes = gradient(lambda x, lora: ops.gated_mlp.apply(x, *linears, lora, scale, dropout, tile=128))
     oracles.assert_close(got, want, "autodiff")
     assert our_bytes < plain_bytes / 2, f"{our_bytes / 1e6:.0f} MB, plain autodiff {plain_bytes / 1e6:.0f} MB"
@@ -151,11 +164,11 @@ def test_bfloat16_is_no_worse_than_naive_code():
     low = [{"weight": linear["weight"].astype(mx.bfloat16)} for linear in linears]
     exact = [{"weight": linear["weight"].astype(mx.float32)} for linear in low]
     x, dy = x.astype(mx.bfloat16), dy.astype(mx.bfloat16)
-    y, (dx,) = mx.vjp(lambda x: plain(mx, x, low, lora, scale, None, "silu"), [x], [dy])
+    y, (dx,) = mx.vjp(lambda x: plain(mx, ops, x, low, lora, scale, None, "silu"), [x], [dy])
     truth = ops.gated_mlp.forward(x.astype(mx.float32), *exact, lora, scale)
     dx_truth = ops.gated_mlp.backward(x.astype(mx.float32), *exact, lora, scale, dy.astype(mx.float32))
     got = [ops.gated_mlp.forward(x, *low, lora, scale, tile=128), ops.gated_mlp.backward(x, *low, lora, scale, dy, tile=128)]
     assert got[0].dtype == got[1][0].dtype == mx.bfloat16 and got[1][1]["down"][0].dtype == mx.float32
     oracles.assert_no_worse([got[0], got[1][0]], [y[0], dx], [truth, dx_truth[0]])
-    grads = mx.grad(lambda lora: (dy.astype(mx.float32) * plain(mx, x, low, lora, scale, None, "silu")).sum())(lora)
+    grads = mx.grad(lambda lora: (dy.astype(mx.float32) * plain(mx, ops, x, low, lora, scale, None, "silu")).sum())(lora)
     oracles.assert_no_worse(got[1][1], grads, dx_truth[1])

@@ -1,3 +1,5 @@
+"""The tape: a whole layer of plain code, checkpoints, what is kept and what is refused. Its parts one by one: test_ops_plain_parts."""
+
 import gc
 import tracemalloc
 import weakref
@@ -6,158 +8,13 @@ import numpy as np
 import oracles
 import pytest
 from backends import each_backend, numbers
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from tapes import assert_gradients, assert_twins
 
 from mesp_mlx import reference
 from mesp_mlx.reference import plain
 
-KINDS = [(None, 32), (4, 32), (3, 64)]
 ROPE = {"dims": 6, "traditional": False, "base": 100.0, "scale": 1.0, "freqs": None, "magnitude": 1.2}
 EPS, SCALE = 1e-5, 0.4
-
-
-def assert_gradients(function, primals, dy):
-    """The tape's gradient of function, a dict's array, is its derivative; and function computes the same without a tape."""
-    value, gradients = plain.vjp(function, primals, dy)
-    without = function(primals)
-    assert isinstance(without, np.ndarray | np.generic)
-    np.testing.assert_array_equal(value, without)
-    assert list(gradients) == list(primals)
-    for name, primal in primals.items():
-        oracles.assert_derivative(lambda a, name=name: function(primals | {name: a}), primal, gradients[name], 1.0 if dy is None else dy)
-
-
-def assert_twins(function, primals, dy, constants, names=None):
-    """function(plain, constants, primals) and its gradients (those named) are the same in float32 in MLX and in NumPy."""
-    results = []
-    for module, convert in ((oracles.mlx()[1], oracles.to_mlx), (reference, oracles.to_float32)):
-        fixed = convert(constants)
-        value, gradients = module.plain.vjp(lambda p, m=module, c=fixed: function(m.plain, c, p), convert(primals), dy if dy is None else convert(dy))
-        results.append([value, function(module.plain, fixed, convert(primals)), {name: gradients[name] for name in names or primals}])
-    oracles.assert_close(*results, "twin")
-
-
-def linear_case(kind, bias, dropped, tokens=5, out=24, seed=0):
-    rng = np.random.default_rng(seed)
-    pair, x, dy = oracles.random_pair(rng, 128, out), rng.normal(size=(2, tokens, 128)), rng.normal(size=(2, tokens, out))
-    constants = {"frozen": oracles.random_linear(rng, out, 128, *kind, bias), "dropout": (rng.random(x.shape) >= 0.3, 0.3) if dropped else None}
-    return {"x": x, "a": pair[0], "b": pair[1]}, dy, constants
-
-
-def linear(plain, c, p):
-    return plain.linear(p["x"], c["frozen"], (p["a"], p["b"]), 2.5, c["dropout"])
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("dropped", [False, True])
-def test_linear(kind, bias, dropped):
-    primals, dy, constants = linear_case(kind, bias, dropped)
-    assert_gradients(lambda p: linear(plain, constants, p), primals, dy)
-    assert_gradients(lambda p: plain.linear(p["x"], constants["frozen"], None, 2.5), {"x": primals["x"]}, dy)
-    weight, keep = reference.quantized.dequantize(constants["frozen"], np.float64), constants["dropout"][0] / 0.7 if dropped else 1
-    want = primals["x"] @ weight.T + constants["frozen"].get("bias", 0) + 2.5 * (primals["x"] * keep) @ (primals["a"] @ primals["b"])
-    oracles.assert_close(linear(plain, constants, primals), want, "finite differences")
-
-
-@settings(max_examples=20)
-@given(kind=st.sampled_from(KINDS), bias=st.booleans(), dropped=st.booleans(), tokens=st.integers(1, 5), out=st.integers(1, 40))
-def test_linear_twins(kind, bias, dropped, tokens, out):
-    assert_twins(linear, *linear_case(kind, bias, dropped, tokens, out, seed=out))
-
-
-def norm_case(shape, seed=0):
-    rng = np.random.default_rng(seed)
-    return {"x": rng.normal(size=shape)}, rng.normal(size=shape), {"weight": rng.normal(size=shape[-1])}
-
-
-@pytest.mark.parametrize("shape", [(1, 2), (5, 7), (2, 2, 3, 16)])
-def test_rms_norm(shape):
-    primals, dy, constants = norm_case(shape)
-    assert_gradients(lambda p: plain.rms_norm(p["x"], constants["weight"], EPS), primals, dy)
-    want = primals["x"] / np.sqrt((primals["x"] ** 2).sum(-1, keepdims=True) / shape[-1] + EPS) * constants["weight"]
-    oracles.assert_close(plain.rms_norm(primals["x"], constants["weight"], EPS), want, "finite differences")
-
-
-@settings(max_examples=20)
-@given(shape=st.tuples(st.integers(1, 3), st.integers(1, 5), st.integers(2, 70)))
-def test_rms_norm_twins(shape):
-    assert_twins(lambda plain, c, p: plain.rms_norm(p["x"], c["weight"], EPS), *norm_case(shape))
-
-
-def test_rope():
-    rng = np.random.default_rng(0)
-    primals, dy = {"x": rng.normal(size=(2, 3, 7, 8))}, rng.normal(size=(2, 3, 7, 8))
-    assert_gradients(lambda p: plain.rope(p["x"], ROPE), primals, dy)
-    np.testing.assert_array_equal(plain.rope(primals["x"], ROPE), reference.rope.forward(primals["x"], ROPE))
-    assert_twins(lambda plain, c, p: plain.rope(p["x"], ROPE), primals, dy, {})
-
-
-def attention_case(batch, heads, kv_heads, tokens, seed=0):
-    rng = np.random.default_rng(seed)
-    q, do = (rng.normal(size=(batch, heads, tokens, 8)) for _ in range(2))
-    k, v = (rng.normal(size=(batch, kv_heads, tokens, 8)) for _ in range(2))
-    return {"q": q, "k": k, "v": v}, do
-
-
-@pytest.mark.parametrize("heads", [(2, 2), (4, 2), (3, 1)])
-@pytest.mark.parametrize("window", [None, 1, 3, 50])
-@pytest.mark.parametrize("tokens", [1, 9])
-def test_attention(heads, window, tokens):
-    primals, do = attention_case(2, *heads, tokens)
-    assert_gradients(lambda p: plain.attention(p["q"], p["k"], p["v"], SCALE, window), primals, do)
-    want, (q, k, v) = np.empty_like(do), primals.values()
-    for b, h, t in np.ndindex(do.shape[:3]):  # one query at a time, with the keys it sees and no others
-        seen, head = slice(max(0, t + 1 - (window or tokens)), t + 1), h // (heads[0] // heads[1])
-        weights = np.exp(SCALE * k[b, head, seen] @ q[b, h, t])
-        want[b, h, t] = weights / weights.sum() @ v[b, head, seen]
-    oracles.assert_close(plain.attention(q, k, v, SCALE, window), want, "finite differences")
-
-
-@settings(max_examples=30)
-@given(batch=st.integers(1, 2), kv_heads=st.integers(1, 2), groups=st.integers(1, 3), tokens=st.integers(1, 20), window=st.none() | st.integers(1, 25))
-def test_attention_twins(batch, kv_heads, groups, tokens, window):
-    case = attention_case(batch, kv_heads * groups, kv_heads, tokens, seed=tokens)
-    names = ["v"] if tokens == 1 or window == 1 else None  # a softmax over one key is constant: the other gradients are zero, or rounding
-    assert_twins(lambda plain, c, p: plain.attention(p["q"], p["k"], p["v"], SCALE, window), *case, {}, names)
-
-
-@settings(max_examples=10)
-@given(shape=st.tuples(st.integers(1, 2), st.integers(1, 5), st.integers(1, 9)))
-def test_gate(shape):
-    rng = np.random.default_rng(shape[2])
-    g, u, dz = (2 * rng.normal(size=shape) for _ in range(3))
-    assert_gradients(lambda p: plain.gate(p["g"], p["u"]), {"g": g, "u": u}, dz)
-    oracles.assert_close(plain.gate(g, u), g / (1 + np.exp(-g)) * u, "finite differences")
-    assert_twins(lambda plain, c, p: plain.gate(p["g"], p["u"]), {"g": g, "u": u}, dz, {})
-
-
-@settings(max_examples=20)
-@given(batch=st.integers(1, 2), tokens=st.integers(1, 6), vocabulary=st.integers(2, 30))
-def test_cross_entropy(batch, tokens, vocabulary):
-    rng = np.random.default_rng(vocabulary)
-    primals = {"logits": 3 * rng.normal(size=(batch, tokens, vocabulary))}
-    constants = {"targets": rng.integers(0, vocabulary, (batch, tokens)), "mask": rng.random((batch, tokens)) < 0.6}
-    assert_gradients(lambda p: plain.cross_entropy(p["logits"], **constants), primals, None)
-    likely = np.exp(primals["logits"]) / np.exp(primals["logits"]).sum(-1, keepdims=True)
-    want = sum(-np.log(likely[*place, constants["targets"][place]]) for place in np.ndindex(batch, tokens) if constants["mask"][place])
-    oracles.assert_close(plain.cross_entropy(primals["logits"], **constants), want, "finite differences")
-    assert_twins(lambda plain, c, p: plain.cross_entropy(p["logits"], c["targets"], c["mask"]), primals, None, constants)
-
-
-@each_backend
-@pytest.mark.filterwarnings("error")
-def test_large_values_do_not_overflow(backend):
-    g = backend.arrays.asarray(np.array([-1000, -100, 100, 1000], np.float32).reshape(1, 1, 4))
-    _, gradients = backend.plain.vjp(lambda p: backend.plain.gate(p["g"], g), {"g": g}, g)
-    targets, mask = (backend.arrays.asarray(a) for a in (np.array([[0]]), np.array([[True]])))
-    loss, dlogits = backend.plain.vjp(lambda p: backend.plain.cross_entropy(p["logits"], targets, mask), {"logits": g})
-    assert float(loss) == 2000 and numbers(dlogits["logits"]).tolist() == [[[-1, 0, 0, 1]]]
-    assert np.isfinite(numbers(gradients["g"])).all()
-    q = backend.arrays.asarray(np.full((1, 1, 3, 2), 1000, np.float32))
-    o, gradients = backend.plain.vjp(lambda p: backend.plain.attention(p["q"], q, q, 1.0), {"q": q}, q)
-    assert (numbers(o) == 1000).all() and not numbers(gradients["q"]).any()
 
 
 @pytest.mark.parametrize("shape", [(2, 3, 4), (4, 6), (24,)])
@@ -208,8 +65,8 @@ def test_a_layer_made_of_them():
 @each_backend
 def test_no_structured_backward_is_used(backend, monkeypatch):
     """They are what this code judges."""
-    for module in (backend.attention, backend.gated_mlp, backend.lora_linear, backend.rms_norm):
-        for name in ("forward", "backward", "apply"):
+    for module in (backend.activations, backend.attention, backend.gated_mlp, backend.lora_linear, backend.rms_norm):
+        for name in ("forward", "backward", "apply", "activate", "activate_with_slope"):
             monkeypatch.setattr(module, name, None, raising=False)
     primals, dy, w = (oracles.to_float32 if backend is reference else oracles.to_mlx)(layer_case())
     _, gradients = backend.plain.vjp(lambda p: layer(backend.plain, w, p), primals, dy)

@@ -41,6 +41,17 @@ def test_a_stage_is_what_is_on_disk(folder, backend):
 
 
 @each_backend
+def test_a_module_is_all_that_stands_in_it(tmp_path, backend):
+    """Whatever it is called; what stands in modules inside it is theirs. A single number has no rows to take."""
+    arrays = {name: np.arange(6, dtype=np.float32).reshape(3, 2) for name in ("a.weight", "a.A_log", "a.b.weight")} | {"a.one": np.array(7, np.float32)}
+    write(tmp_path / "model.safetensors", arrays)
+    with Store(read_folder(tmp_path), SPEC, backend) as store, store.open(Piece("s", ("a",))) as w:
+        assert w["a"].keys() == {"weight", "A_log", "one"} and numbers(w["a"]["one"]) == 7
+        taken = w.take("a", np.array([0, 2]))
+        assert numbers(taken["A_log"]).tolist() == [[0, 1], [4, 5]] and numbers(taken["one"]) == 7
+
+
+@each_backend
 def test_a_quantised_module_is_one_the_ops_take(folder, backend):
     with Store(read_folder(folder), SPEC, backend) as store, store.open(Piece("s", ("four", "eight"))) as w:
         for module in ("four", "eight"):
@@ -53,7 +64,7 @@ def test_a_quantised_module_is_one_the_ops_take(folder, backend):
 def test_mlx_keeps_the_dtype_on_disk(folder):
     with Store(read_folder(folder), SPEC, BACKENDS[1]) as store, store.open(Piece("all", MODULES)) as w:
         kind = {module: {part: array.dtype for part, array in w[module].items() if isinstance(array, mx.array)} for module in MODULES}
-    assert {part for kinds in kind.values() for part in kinds} == set(stores.PARAMETERS)
+    assert {part for kinds in kind.values() for part in kinds} == {"weight", "scales", "biases", "bias"}
     assert [kind[module]["weight"] for module in MODULES] == [mx.float32, mx.float32, mx.float16, mx.bfloat16, mx.uint32, mx.uint32, mx.bfloat16]
     assert [kind["four"][part] for part in ("scales", "biases", "bias")] == [mx.bfloat16, mx.bfloat16, mx.float32]
 

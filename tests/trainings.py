@@ -84,7 +84,7 @@ def a_run(
     def save(name: str) -> Path:
         return adapters.save(out, adapter, backend, name) if out else Path(name)
 
-    resident = strategy.resident_stages(spec.num_layers)
+    resident = model.resident_stages()
     with Store(read_folder(folder), spec, backend, resident, strategy.prefetch, strategy.hold, watch) as store:
         optimizer = optim.make(settings.optimizer, settings.optimizer_arguments, backend)
         rows, report = random_rows(lengths, spec.vocab_size), cast(Any, Told() if told is None else told)

@@ -180,7 +180,7 @@ def measure_step(folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
         ]
         supervised = tokens[:, 1:].size
         watch = phases(model, settings.method, mark, lambda: marks[-1][0] if marks else None)
-        resident = ALL_STAGES if settings.method == "backprop" else strategy.resident_stages(spec.num_layers)
+        resident = ALL_STAGES if settings.method == "backprop" else model.resident_stages()
         store = stack.enter_context(Store(read_folder(folder), spec, backend, resident, strategy.prefetch, strategy.hold, watch))
         for number in range(arguments.iters):
             started, cpu_started = time.perf_counter(), time.process_time()

@@ -81,7 +81,7 @@ def multiply_our_way(model: Any) -> None:
 
     def product(module: Any, x: Any) -> Any:
         names = [name for name in ("weight", "scales", "biases", "bias") if name in module]
-        return quantized.apply(x, {name: module[name] for name in names} | {"bits": module.bits, "group_size": module.group_size})
+        return quantized.apply(x, {name: module[name] for name in names} | {name: getattr(module, name) for name in ("bits", "group_size", "mode")})
 
     def take_over(new: Any, old: Any) -> None:
         nn.Module.__init__(new)

@@ -94,7 +94,8 @@ def of_plan(plan: Plan, name: str) -> dict[str, Any]:
 
     workload = plan.workload
     rows, width = workload.rows, workload.width
-    counted = work.of_update(workload.spec, name, rows, width, workload.rank) if name == "forward" else plan.work
+    spec: Any = workload.spec
+    counted = work.of_update(spec, name, rows, width, workload.rank) if name == "forward" else plan.work
     exact = workload.method != "mezo" and name != "forward"
     checkpoints = [tensor.bytes for tensor in plan.tensors if tensor.part == "checkpoints" and "head" in tensor.phases]
     predicted = {"arrays_peak_predicted_bytes": plan.arrays_peak_bytes, "process_peak_predicted_bytes": plan.total_bytes, "peak_phase": plan.peak_phase}
@@ -110,7 +111,7 @@ def of_plan(plan: Plan, name: str) -> dict[str, Any]:
         "adapter_bytes": workload.adapter_bytes,
         "gradient_bytes": workload.adapter_bytes if exact and plan.strategy.gradients == "held" else 0,
         "checkpoint_bytes": sum(checkpoints) if exact else 0,
-        "layer_bytes": sum(workload.weights[kind][-1].bytes for kind in ("attention", "mlp")),
+        "layer_bytes": sum(layouts[-1].bytes for layouts in workload.weights.values()),
         "state_bytes": rows * width * workload.spec.hidden_size * workload.itemsize,
         "weight_products_per_token": counted.weights // (rows * width),
         "flops": counted.flops,

@@ -12,7 +12,7 @@ from mesp_mlx.data import batches, formats, tokens
 from mesp_mlx.data.group import Group
 from mesp_mlx.data.tokens import TokenSet, read
 from mesp_mlx.errors import UserError
-from mesp_mlx.model.spec import ModelSpec
+from mesp_mlx.model.spec import Spec
 
 ROWS_ASKED = 50  # rows among which the shortest question is asked, where the user asks none
 PROMPT_TOKENS = 256  # of a question at most: every token of a reply is a pass over all of it
@@ -53,7 +53,7 @@ class Rows:
             yield batches.groups(self.valid_set, chosen[start : start + rows_at_once], self.limit, self.widths, group_tokens)
 
 
-def read_rows(settings: Settings, files: Mapping[str, Path | None], model_folder: Path, spec: ModelSpec, cache: Path) -> Rows:
+def read_rows(settings: Settings, files: Mapping[str, Path | None], model_folder: Path, spec: Spec, cache: Path) -> Rows:
     """Tokenise and choose the rows in the files of a data set, as `formats.find_files` finds them.
 
     Raises:
@@ -65,7 +65,8 @@ def read_rows(settings: Settings, files: Mapping[str, Path | None], model_folder
     assert train_file is not None
     question = settings.sample_prompt or _short_question(files.get("valid") or train_file)
     used = {split: files.get(split) for split in ("train", "valid")}
-    encoded = tokens.encode(model_folder, used, cache, prompt=[{"role": "user", "content": question}], mask_prompt=settings.mask_prompt)
+    asked, masked, trust = [{"role": "user", "content": question}], settings.mask_prompt, settings.trust_remote_code
+    encoded = tokens.encode(model_folder, used, cache, prompt=asked, mask_prompt=masked, trust_remote_code=trust)
     train_set = encoded.sets["train"]
     valid_set = encoded.sets.get("valid", train_set)
     largest = max(int(read(held.ids, held.offsets[i], held.offsets[j]).max()) for held in encoded.sets.values() for i, j in held.blocks())

@@ -26,7 +26,7 @@ from mesp_mlx import child
 from mesp_mlx.data.formats import Row, read_rows
 from mesp_mlx.data.masks import assistant_spans, token_mask
 from mesp_mlx.errors import UserError
-from mesp_mlx.model.files import SETTINGS_FILES, TEMPLATE_FILES, TOKENIZER_FILES
+from mesp_mlx.model.files import CODE_FILES, SETTINGS_FILES, TEMPLATE_FILES, TOKENIZER_FILES
 
 FORMAT = 1  # part of every cache key: raise it whenever the same rows would give other arrays
 COLUMNS = {"ids": np.dtype("<i4"), "mask": np.dtype("u1"), "offsets": np.dtype("<i8")}
@@ -90,13 +90,22 @@ def read(array: np.ndarray, start: int, stop: int) -> np.ndarray:
     return np.array(array[start:stop])
 
 
-def encode(model_folder: Path, files: Mapping[str, Path | None], cache_folder: Path, *, prompt: list[dict[str, Any]], mask_prompt: bool = True) -> Encoded:
+def encode(
+    model_folder: Path,
+    files: Mapping[str, Path | None],
+    cache_folder: Path,
+    *,
+    prompt: list[dict[str, Any]],
+    mask_prompt: bool = True,
+    trust_remote_code: bool = False,
+) -> Encoded:
     """The tokens of every file there is and of the sample prompt (chat messages, a reply to which is about to start; may be empty).
 
     With mask_prompt, assistant turns and completions are supervised, else every token but a row's first; text rows always are, all of them.
+    With trust_remote_code, a tokenizer's own code is run.
     Starts the child only for what the cache does not hold. Raises UserError for a bad row, or a tokenizer that is missing or can't render it.
     """
-    tokenizer = _tokenizer_digest(model_folder)
+    tokenizer = _tokenizer_digest(model_folder, trust_remote_code)
     folders = {name: cache_folder / _digest(tokenizer, _file_digest(file), mask_prompt) for name, file in files.items() if file is not None}
     prompt_file = cache_folder / f"{_digest(tokenizer, json.dumps(prompt))}.json"
     sets = {name: _load(folder) for name, folder in folders.items()}
@@ -108,7 +117,8 @@ def encode(model_folder: Path, files: Mapping[str, Path | None], cache_folder: P
             with tempfile.TemporaryDirectory(prefix="unfinished-", dir=cache_folder) as work:
                 outputs = {name: Path(work, name) for name in missing}
                 jobs = [{"file": str(files[name]), "folder": str(folder)} for name, folder in outputs.items()]
-                answer = _ask_child({"model": str(model_folder), "jobs": jobs, "prompt": prompt, "mask_prompt": mask_prompt})
+                given = {"prompt": prompt, "mask_prompt": mask_prompt, "trust_remote_code": trust_remote_code}
+                answer = _ask_child({"model": str(model_folder), "jobs": jobs} | given)
                 for name, folder in outputs.items():
                     _move(folder, folders[name])
                 Path(work, "prompt").write_text(json.dumps(answer))
@@ -121,9 +131,9 @@ def encode(model_folder: Path, files: Mapping[str, Path | None], cache_folder: P
     return Encoded({name: found for name, found in sets.items() if found is not None}, answer["prompt_ids"], answer["stop_ids"])
 
 
-def decode(model_folder: Path, replies: list[list[int]]) -> list[str]:
+def decode(model_folder: Path, replies: list[list[int]], trust_remote_code: bool = False) -> list[str]:
     """The text of each list of ids, special tokens left out. Raises UserError when the tokenizer can't be read."""
-    return _ask_child({"model": str(model_folder), "decode": replies})["texts"]
+    return _ask_child({"model": str(model_folder), "decode": replies, "trust_remote_code": trust_remote_code})["texts"]
 
 
 def _digest(*parts: object) -> str:
@@ -138,14 +148,15 @@ def _file_digest(path: Path) -> str:
         raise UserError(f"Reading {path}: {error.strerror or error}.") from error
 
 
-def _tokenizer_digest(folder: Path) -> str:
-    """A hash of all that decides how text becomes tokens: the tokenizer's files and the version of transformers."""
-    files, templates = (sorted({path for pattern in names for path in folder.glob(pattern) if path.is_file()}) for names in (TOKENIZER_FILES, TEMPLATE_FILES))
+def _tokenizer_digest(folder: Path, trust_remote_code: bool) -> str:
+    """A hash of all that decides how text becomes tokens: the tokenizer's files, its code if it is run, and the version of transformers."""
+    kinds = TOKENIZER_FILES, TEMPLATE_FILES, CODE_FILES if trust_remote_code else ()
+    files, templates, code = (sorted({path for pattern in names for path in folder.glob(pattern) if path.is_file()}) for names in kinds)
     if not files:
         raise UserError(
             f"Looking for the tokenizer in {folder}: found neither tokenizer.json nor any other tokenizer file. Copy the model's tokenizer files there."
         )
-    files += templates + [folder / name for name in SETTINGS_FILES if (folder / name).is_file()]
+    files += templates + code + [folder / name for name in SETTINGS_FILES if (folder / name).is_file()]
     return _digest(importlib.metadata.version("transformers"), [(path.relative_to(folder).as_posix(), _file_digest(path)) for path in files])
 
 
@@ -189,8 +200,11 @@ def _serve(request: dict[str, Any]) -> dict[str, Any]:
     try:
         from transformers import AutoTokenizer
 
-        tokenizer = AutoTokenizer.from_pretrained(model, local_files_only=True, trust_remote_code=False)
+        tokenizer = AutoTokenizer.from_pretrained(model, local_files_only=True, trust_remote_code=request["trust_remote_code"])
     except Exception as error:
+        if "trust_remote_code=True" in str(error):
+            what = f"Reading the tokenizer in {model}: it comes with code of its own, which would be run."
+            raise UserError(f"{what} If you trust it, give --trust-remote-code.") from error
         raise UserError(f"Reading the tokenizer in {model}: {_first_line(error)}") from error
     if "decode" in request:
         return {"texts": [tokenizer.decode(ids, skip_special_tokens=True) for ids in request["decode"]]}

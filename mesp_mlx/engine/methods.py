@@ -8,6 +8,7 @@ from mesp_mlx.engine import backprop, whole_graph, zeroth_order
 from mesp_mlx.engine.sink import AppliedSink, Apply, HeldSink, Sink, must_be_finite
 from mesp_mlx.engine.zeroth_order import Perturbations
 from mesp_mlx.model.model import Model
+from mesp_mlx.model.plain import WholeHead
 from mesp_mlx.model.stages import Batch, State
 from mesp_mlx.stream.shelves import IN_MEMORY, Shelves
 from mesp_mlx.stream.store import Store
@@ -20,9 +21,17 @@ LossAndGradients = Callable[[Model, Store, State, Sequence[Batch], Sink], float]
 
 def exact(method: str, grad_checkpoint: bool = False, shelves: Shelves = IN_MEMORY) -> LossAndGradients:
     """The function that takes an exact method's summed loss and hands its gradients to a sink: mesp and mebp walk the same loop over other stages."""
-    if method == "backprop":
-        return functools.partial(whole_graph.loss_and_gradients, checkpoint=grad_checkpoint)
-    return functools.partial(backprop.loss_and_gradients, shelves=shelves)
+    loop = functools.partial(backprop.loss_and_gradients, shelves=shelves)
+    if method != "backprop":
+        return loop
+
+    def whole(model: Model, store: Store, adapter: State, batches: Sequence[Batch], sink: Sink) -> float:
+        """A generic model is one stage, whose backward is that of the whole."""
+        if isinstance(model.head, WholeHead):
+            return whole_graph.loss_and_gradients(model, store, adapter, batches, sink, checkpoint=grad_checkpoint)
+        return loop(model, store, adapter, batches, sink)
+
+    return whole
 
 
 def update(

@@ -57,6 +57,7 @@ class HeldSink:
     def __init__(self, backend: Any, shelf: Shelf, tokens: int, clip: float, apply: Apply) -> None:
         self._backend, self._shelf, self._tokens, self._clip, self._apply = backend, shelf, tokens, clip, apply
         self._held: list[Any] = []
+        self._places: dict[str, int] = {}  # where in it a tensor's gradient is
         self._squares: dict[str, float] = {}
 
     def check(self, loss: float) -> None:
@@ -68,7 +69,14 @@ class HeldSink:
         must_be_finite(loss)
 
     def put(self, gradients: dict[str, Any]) -> None:
-        """Take the gradients of one stage, summed over the update's rows."""
+        """Take the gradients of one stage, summed over the update's rows. A tensor that several stages use gets the sum of what they give."""
+        for name in [name for name in gradients if name in self._places]:
+            place = self._places[name]
+            held = take(self._held, place)
+            held[name] = self._backend.arrays.evaluate(held[name] + gradients.pop(name))
+            self._squares[name] = self._backend.arrays.sum_squares(held[name])
+            self._held[place] = self._shelf.put(held)
+        self._places |= dict.fromkeys(gradients, len(self._held))
         self._squares |= {name: self._backend.arrays.sum_squares(gradient) for name, gradient in gradients.items()}
         self._held.append(self._shelf.put(gradients))
 

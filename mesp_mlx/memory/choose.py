@@ -50,7 +50,7 @@ class DoesNotFit(UserError):
 
 def fastest(workload: Workload) -> Strategy:
     """Everything resident, nothing computed twice."""
-    keep = "all" if workload.method == "mesp" else "nothing"
+    keep = "nothing" if workload.plain or workload.method == "mezo" else "all"
     return Strategy(resident=ALL, keep=keep, gradients=_sink(workload), group_tokens=GROUP_TOKENS)
 
 
@@ -118,10 +118,9 @@ def flat_bytes(workload: Workload, base_bytes: int, fixed: Mapping[str, Any] | N
 def steps(workload: Workload, strategy: Strategy) -> Iterator[Strategy]:
     """Ways to give memory up, each one step further than a strategy."""
     change = dataclasses.replace
-    stages = 2 * workload.spec.num_layers + 1
     if workload.method == "backprop":
         return
-    count = stages if strategy.resident == ALL else min(strategy.resident, stages)
+    count = workload.stages if strategy.resident == ALL else min(strategy.resident, workload.stages)
     if count:  # what of them the budget has room for comes back in the end
         yield change(strategy, resident=count // 2)
         yield change(strategy, resident=0)
@@ -142,7 +141,7 @@ def steps(workload: Workload, strategy: Strategy) -> Iterator[Strategy]:
         yield change(strategy, gradients="spilled")
     if strategy.checkpoints == "memory":
         yield change(strategy, checkpoints="file", keep=min(strategy.keep, "replay", key=KEEPS.index))
-    if workload.method == "mesp":
+    if not workload.plain:
         for keep in KEEPS[: KEEPS.index(strategy.keep)]:
             yield change(strategy, keep=keep)
         if strategy.hold:
@@ -241,8 +240,8 @@ def _regained(workload: Workload, plan: Plan, make: Any, excess: Any, speeds: Sp
         tried = make(dataclasses.replace(plan.strategy, **{field: getattr(full, field)}))
         if not excess(tried) and tried.seconds(speeds) <= plan.seconds(speeds):
             plan = tried
-    low, high = plan.strategy.resident, 2 * workload.spec.num_layers + 2
+    low, high = plan.strategy.resident, workload.stages + 1
     while low != ALL and high - low > 1:
         middle = (low + high) // 2
         low, high = (middle, high) if not excess(make(dataclasses.replace(plan.strategy, resident=middle))) else (low, middle)
-    return make(dataclasses.replace(plan.strategy, resident=ALL if low > 2 * workload.spec.num_layers else low))
+    return make(dataclasses.replace(plan.strategy, resident=ALL if low >= workload.stages else low))

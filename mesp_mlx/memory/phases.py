@@ -1,12 +1,14 @@
 """The phases of a step, and what is in memory in each: what lies between stages, the open stage's weights and adapter, and what is inside it."""
 
 import itertools
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
 from mesp_mlx.memory import inside
-from mesp_mlx.memory.table import Layout, Row, Shape, counted
+from mesp_mlx.memory.table import Shape, counted
+from mesp_mlx.memory.workload import Layout, Row
 
 FORWARD_ATTENTION, FORWARD_MLP, REPLAY = "forward attention", "forward mlp", "replay attention"
 BACKWARD_ATTENTION, BACKWARD_MLP = "backward attention", "backward mlp"
@@ -16,20 +18,23 @@ FORWARD = (FORWARD_ATTENTION, FORWARD_MLP, FORWARD_LAYER)
 BACKWARD = (REPLAY, BACKWARD_MLP, BACKWARD_ATTENTION, BACKWARD_LAYER)
 AHEAD = 0.3  # of what a stage makes: with this much more room a step takes as long as with any amount, with half of it a third longer (measured)
 ATTENTION_AHEAD = 0.05  # attention's backward: what it makes is many small blocks, which wait for one another anyway
-KINDS = {FORWARD_ATTENTION: "attention", REPLAY: "attention", BACKWARD_ATTENTION: "attention", FORWARD_MLP: "mlp", BACKWARD_MLP: "mlp"}
+KINDS = {
+    FORWARD_ATTENTION: "attention", REPLAY: "attention", BACKWARD_ATTENTION: "attention", FORWARD_MLP: "mlp", BACKWARD_MLP: "mlp",
+    FORWARD_LAYER: "layer", BACKWARD_LAYER: "layer",
+}  # fmt: skip
 
 
 def phases(shape: Shape) -> tuple[str, ...]:
     """Those that a method has, in order."""
-    method = shape.workload.method
-    if method == "backprop":
+    workload = shape.workload
+    if workload.method == "backprop":
         return EMBEDDING, WHOLE, UPDATE
-    if method == "mebp":
-        return EMBEDDING, FORWARD_LAYER, HEAD, BACKWARD_LAYER, UPDATE
-    if method == "mezo":
-        return EMBEDDING, FORWARD_ATTENTION, FORWARD_MLP, HEAD, UPDATE
-    replay = (REPLAY,) if shape.strategy.keep in ("nothing", "replay") else ()
-    return EMBEDDING, FORWARD_ATTENTION, FORWARD_MLP, HEAD, *replay, BACKWARD_MLP, BACKWARD_ATTENTION, UPDATE
+    forward = (FORWARD_LAYER,) if workload.plain else (FORWARD_ATTENTION, FORWARD_MLP)
+    if workload.method == "mezo":
+        return EMBEDDING, *forward, HEAD, UPDATE
+    replay = (REPLAY,) if shape.replays else ()
+    backward = (BACKWARD_LAYER,) if workload.plain else (*replay, BACKWARD_MLP, BACKWARD_ATTENTION)
+    return EMBEDDING, *forward, HEAD, *backward, UPDATE
 
 
 @dataclass(frozen=True)
@@ -73,12 +78,11 @@ def moments(shape: Shape, phase: str) -> Iterator[Moment]:
         given, made = _ends(shape, phase)
         yield Moment(rest + given, made, AHEAD if phase == HEAD and workload.backend == "mlx" else None)
         return
-    top, first = workload.spec.num_layers - 1, workload.first if phase in BACKWARD else 0
-    _, mlps, attentions = shape.resident
-    edges = {first, workload.first, top, top - mlps, top - mlps + 1, top - attentions, top - attentions + 1}
-    for layer in sorted(edge for edge in edges if first <= edge <= top):
+    for layer in shape.edges(workload.first if phase in BACKWARD else 0):
         # The least plan has the smallest tiles: there memory comes before time.
         ahead = ATTENTION_AHEAD if phase == BACKWARD_ATTENTION and shape.strategy.query_tile else AHEAD
+        if workload.generic:
+            ahead = min(AHEAD, max(0.0, workload.measured[layer].ahead - inside.OVERSHOOT))
         margin = ahead if workload.backend == "mlx" else None
         yield Moment(rest + _stage(shape, phase, layer), _inside(shape, phase, layer), margin)
 
@@ -88,7 +92,7 @@ def _ends(shape: Shape, phase: str) -> tuple[list[Row], list[Row]]:
     workload = shape.workload
     if phase == EMBEDDING:
         sides = 2 if workload.method == "mezo" else 1
-        return _ahead(shape, phase, 0) + _states(shape, sides * shape.groups - 1, "between stages"), inside.embedding(shape)
+        return _ahead(shape, phase, 0) + _states(shape, sides * shape.groups - 1, "between stages", workload.state(0)), inside.embedding(shape)
     if phase == UPDATE:
         return _update(shape)
     if phase == WHOLE:
@@ -99,35 +103,40 @@ def _ends(shape: Shape, phase: str) -> tuple[list[Row], list[Row]]:
 
 def _stage(shape: Shape, phase: str, layer: int) -> list[Row]:
     """What is given while a layer's stage computes."""
-    workload, strategy, groups = shape.workload, shape.strategy, shape.groups
-    rows = _weights(shape, phase, layer) + _adapter(shape, phase, layer)
+    workload, strategy, groups, kind = shape.workload, shape.strategy, shape.groups, KINDS[phase]
+    rows = _weights(shape, phase, layer) + _adapter(shape, phase, layer) + _checkpoints(shape, layer)
+    below = shape.state(kind, layer)
+    above = shape.state("mlp", layer) if kind == "attention" else _after(shape, layer)
     if phase in FORWARD:
         sides = 2 if workload.method == "mezo" else 1
         saved = workload.method != "mezo" and layer >= workload.first
-        rows += _checkpoints(shape, layer) + _states(shape, sides * groups - 1, "between stages")
-        aliased = saved and (strategy.checkpoints, strategy.states) == ("memory", "memory") and _input_is_saved(shape, phase)
-        rows += _own_checkpoints(shape, phase) if saved else []
-        return rows if aliased else rows + _one_state(shape, "x")
-    replayed = strategy.keep in ("nothing", "replay") and not workload.plain
-    rows += _checkpoints(shape, layer) + _gradients(shape, phase, layer)
-    rows += _saved(shape, phase, replayed)
-    if phase == BACKWARD_MLP and replayed:
-        rows += _states(shape, groups, "m")
+        in_memory = saved and (strategy.checkpoints, strategy.states) == ("memory", "memory")
+        if in_memory and workload.parallel:  # the layer's input is there already
+            below = above = workload.state(layer)
+        rows += _states(shape, sides * groups - 1, "between stages", max(below, above))
+        rows += _own_checkpoints(shape, phase, layer) if saved else []
+        return rows if in_memory and _input_is_saved(shape, phase) else rows + _one_state(shape, "x", below)
+    rows += _gradients(shape, phase, layer) + _saved(shape, phase, layer)
     if phase == REPLAY:
-        rows += _states(shape, groups - 1, "m of other groups")
-        return rows + (_states(shape, groups, "dy") if strategy.states == "memory" else [])
-    return rows + _states(shape, groups, "dy")
+        rows += _states(shape, groups - 1, "m of other groups", workload.state(layer))
+        return rows + (_states(shape, groups, "dy", _after(shape, layer)) if strategy.states == "memory" else [])
+    if phase == BACKWARD_MLP and shape.replays:
+        rows += _states(shape, groups, "m", workload.state(layer))
+    if above == below:
+        return rows + _states(shape, groups, "dy", above)
+    return rows + _states(shape, 1, "dy", above) + _states(shape, groups - 1, "dy and dx of other groups", max(above, below))
 
 
 def _inside(shape: Shape, phase: str, layer: int) -> list[Row]:
-    dropout = [row for kind in ([KINDS[phase]] if phase in KINDS else ["attention", "mlp"]) for row in inside.dropout(shape, kind)]
+    kinds = () if shape.workload.generic else ("attention", "mlp") if shape.workload.plain else (KINDS[phase],)
+    dropout = [row for kind in kinds for row in inside.dropout(shape, kind, layer)]
     match phase:
         case "forward attention" | "replay attention":
             return inside.attention_forward(shape, layer) + dropout
         case "backward attention":
             return inside.attention_backward(shape, layer) + dropout
         case "forward mlp":
-            return inside.mlp_forward(shape) + dropout
+            return inside.mlp_forward(shape, layer) + dropout
         case "backward mlp":
             return inside.mlp_backward(shape, layer) + dropout
         case "forward layer":
@@ -139,89 +148,96 @@ def _input_is_saved(shape: Shape, phase: str) -> bool:
     return phase in (FORWARD_ATTENTION, FORWARD_LAYER) or shape.strategy.keep in ("inputs", "attention", "all")
 
 
-def _one_state(shape: Shape, name: str) -> list[Row]:
-    return [Row("states", name, (shape.tokens, shape.workload.spec.hidden_size), shape.workload.dtype)]
+def _one_state(shape: Shape, name: str, width: int) -> list[Row]:
+    return [Row("states", name, (shape.tokens, width), shape.workload.dtype)]
 
 
-def _states(shape: Shape, groups: int, name: str) -> list[Row]:
+def _states(shape: Shape, groups: int, name: str, width: int) -> list[Row]:
     """So many groups' arrays between two stages: in the file, that of the group that computes alone."""
     groups = groups if shape.strategy.states == "memory" else min(groups, 1 if name in ("dy", "m", "x") else 0)
-    row = Row("states", name, (shape.tokens, shape.workload.spec.hidden_size), shape.workload.dtype, groups)
+    row = Row("states", name, (shape.tokens, width), shape.workload.dtype, groups)
     return [row] if groups else []
 
 
-def saved_arrays(shape: Shape, kind: str, in_memory: bool = False) -> list[tuple[str, int]]:
+def _after(shape: Shape, layer: int) -> int:
+    """Numbers a token of what a layer gives."""
+    return shape.workload.state(min(layer + 1, shape.workload.spec.num_layers - 1))
+
+
+def saved_arrays(shape: Shape, kind: str, layer: int, in_memory: bool = False) -> list[tuple[str, int]]:
     """What is kept of a stage for its backward, as (name, width) of arrays [N, width]; replayed arrays are not among them.
 
     in_memory: without those that wait in the file, among them states that are there already.
     """
-    spec, strategy, keep = shape.workload.spec, shape.strategy, shape.strategy.keep
-    heads, kv = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+    workload, strategy, keep = shape.workload, shape.strategy, shape.strategy.keep
     if in_memory and strategy.checkpoints == "file":
         return []
-    kept = [("x", spec.hidden_size)] if kind == "attention" or keep not in ("nothing", "replay") or shape.workload.plain else []
-    if in_memory and strategy.states == "file":
-        kept = []
+    kept = [("x", shape.state(kind, layer))] if kind != "mlp" or keep not in ("nothing", "replay") else []
+    if in_memory:  # what else is before a stage is there already, and counted there
+        kept = [] if strategy.states == "file" else [(name, workload.fresh(layer)) for name, _ in kept]
     if kind == "attention" and keep in ("attention", "all"):
-        kept += [("q", heads), ("k", kv), ("v", kv), ("attention", heads)]
+        kept += inside.attention_kept(shape, "q", "attention") + inside.normed(shape)
     if kind == "mlp" and keep == "all":
-        kept += [("gate", spec.intermediate_size), ("up", spec.intermediate_size)]
-    return kept
+        kept += inside.mlp_kept(shape, layer)
+    return kept + (inside.normed(shape) if kind == "mlp" and keep in ("attention", "all") else [])
 
 
-def replayed_arrays(shape: Shape) -> list[tuple[str, int]]:
+def replayed_arrays(shape: Shape, layer: int) -> list[tuple[str, int]]:
     """What a replay hands to its layer's backward, as (name, width)."""
-    spec, keep = shape.workload.spec, shape.strategy.keep
-    heads, kv = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-    if shape.workload.method != "mesp" or keep not in ("nothing", "replay"):
+    if not shape.replays:
         return []
-    return [("replay's attention", heads)] + ([("replay's q", heads), ("replay's k", kv), ("replay's v", kv)] if keep == "replay" else [])
+    names = ("attention", "q") if shape.strategy.keep == "replay" else ("attention",)
+    return [(f"replay's {name}", width) for name, width in inside.attention_kept(shape, *names)]
 
 
 def _checkpoints(shape: Shape, layers: int) -> list[Row]:
     """The checkpoints of the trained layers below `layers`."""
-    count = max(0, layers - shape.workload.first) * shape.groups
-    if not count or shape.workload.method == "mezo":
+    workload = shape.workload
+    if workload.method == "mezo":
         return []
-    kinds = ("attention",) if shape.workload.plain else ("attention", "mlp")
-    arrays = [(f"{kind}: {name}", width) for kind in kinds for name, width in saved_arrays(shape, kind, in_memory=True)]
-    return [Row("checkpoints", name, (shape.tokens, width), shape.workload.dtype, count) for name, width in arrays]
+    found: Counter[tuple[str, int]] = Counter()
+    for layer, count in Counter(workload.alike[workload.first : layers]).items():
+        for kind in workload.kinds:
+            for name, width in saved_arrays(shape, kind, layer, in_memory=True):
+                found[f"{kind}: {name}", width] += count * shape.groups
+    return [Row("checkpoints", name, (shape.tokens, width), workload.dtype, count) for (name, width), count in found.items()]
 
 
-def _own_checkpoints(shape: Shape, phase: str) -> list[Row]:
+def _own_checkpoints(shape: Shape, phase: str, layer: int) -> list[Row]:
     """What the layer itself has saved when one of its stages computes on the way up."""
-    arrays = saved_arrays(shape, "attention", in_memory=True)
+    first, *_ = shape.workload.kinds
+    arrays = saved_arrays(shape, first, layer, in_memory=True)
     if phase == FORWARD_MLP:
-        arrays += [array for array in saved_arrays(shape, "mlp", in_memory=True) if array[0] == "x"]
+        arrays += [array for array in saved_arrays(shape, "mlp", layer, in_memory=True) if array[0] == "x"]
     else:
         arrays = [array for array in arrays if array[0] == "x"]
     return [Row("checkpoints", f"of this layer: {name}", (shape.tokens, width), shape.workload.dtype, shape.groups) for name, width in arrays]
 
 
-def _saved(shape: Shape, phase: str, replayed: bool) -> list[Row]:
+def _saved(shape: Shape, phase: str, layer: int) -> list[Row]:
     """What was kept of the layer that is reversed: for all groups in memory, and for the one that computes what its own stage asks for."""
-    strategy, groups = shape.strategy, shape.groups
-    own = "mlp" if phase == BACKWARD_MLP else "attention"
-    own_arrays = [] if phase == BACKWARD_MLP and replayed else saved_arrays(shape, own)
-    in_memory = [name for name, _ in saved_arrays(shape, own, in_memory=True)]
+    strategy, groups, own = shape.strategy, shape.groups, KINDS[phase]
+    own_arrays = [] if phase == BACKWARD_MLP and shape.replays else saved_arrays(shape, own, layer)
+    in_memory = [name for name, _ in saved_arrays(shape, own, layer, in_memory=True)]
     arrays = [(f"{own}'s {name}", width, groups if name in in_memory else 1) for name, width in own_arrays]
     if phase == BACKWARD_MLP:
-        arrays += [(f"attention's {name}", width, groups) for name, width in saved_arrays(shape, "attention", in_memory=True)]
+        arrays += [(f"attention's {name}", width, groups) for name, width in saved_arrays(shape, "attention", layer, in_memory=True)]
     if phase != REPLAY and (phase != BACKWARD_MLP or strategy.checkpoints == "memory"):
-        arrays += [(name, width, groups if strategy.checkpoints == "memory" else 1) for name, width in replayed_arrays(shape)]
+        arrays += [(name, width, groups if strategy.checkpoints == "memory" else 1) for name, width in replayed_arrays(shape, layer)]
     return [Row("checkpoints", name, (shape.tokens, width), shape.workload.dtype, count) for name, width, count in arrays]
 
 
 def _weights(shape: Shape, phase: str, layer: int) -> list[Row]:
     """The open stage's frozen weights, those held for a moment longer, and those that are read ahead."""
-    workload, strategy = shape.workload, shape.strategy
-    kinds = ("attention", "mlp") if workload.plain else (KINDS[phase],)
-    own = [(kind, workload.weights[kind][layer]) for kind in kinds]
-    rows = [row for kind, layout in own if not shape.stays(kind, layer) for row in workload.opened(layout).rows("weights", f"{kind}: ")]
-    if phase == BACKWARD_MLP and strategy.hold and strategy.keep in ("nothing", "replay") and not shape.stays("attention", layer):
+    workload, strategy, kind = shape.workload, shape.strategy, KINDS[phase]
+    own = workload.weights[kind][layer]
+    rows = [] if shape.stays(kind, layer) else workload.opened(own).rows("weights", f"{kind}: ")
+    if kind == "mlp" and not shape.stays(kind, layer):
+        rows += workload.expert(layer).rows("weights", "one expert, the next: ", 2)
+    if phase == BACKWARD_MLP and strategy.hold and shape.replays and not shape.stays("attention", layer):
         rows += workload.opened(workload.weights["attention"][layer]).rows("weights", "held attention: ")
     # What is read ahead is there as it is stored; where nothing is, the stage itself was, beside what became of it.
-    return rows + (_ahead(shape, phase, layer) or [row for kind, layout in own for row in _widening(shape, layout, f"{kind}, as it is stored: ")])
+    return rows + (_ahead(shape, phase, layer) or _widening(shape, own, f"{kind}, as it is stored: "))
 
 
 def _widening(shape: Shape, layout: Layout, what: str) -> list[Row]:
@@ -239,59 +255,43 @@ def _ahead(shape: Shape, phase: str, layer: int) -> list[Row]:
 
 def _next(shape: Shape, phase: str, layer: int) -> Iterator[tuple[str, int]]:
     """The stages after one, as (kind, layer), ("", 0) for the head; those that stay are not read."""
-    workload, strategy = shape.workload, shape.strategy
-    top = workload.spec.num_layers - 1
-    kinds = ("attention", "mlp")
+    workload = shape.workload
+    layers, kinds, kind = workload.spec.num_layers, workload.kinds, KINDS.get(phase)
     if phase in (EMBEDDING, *FORWARD):
-        start = layer if phase in (EMBEDDING, FORWARD_ATTENTION) else layer + 1
-        for above in range(start, top + 1):
-            for kind in kinds:
-                if not (above == layer and phase == FORWARD_ATTENTION and kind == "attention") and not shape.stays(kind, above):
-                    yield kind, above
+        rest = kinds[kinds.index(kind) + 1 :] if kind else kinds
+        order = [(other, layer) for other in rest] + [(other, above) for above in range(layer + 1, layers) for other in kinds]
+        yield from (stage for stage in order if not shape.stays(*stage))
         yield "", 0
-        phase = HEAD
+        phase, kind = HEAD, None
     if workload.method == "mezo":
         return
-    replayed = strategy.keep in ("nothing", "replay") and not workload.plain
-    sequence = ("attention", "mlp", *(() if strategy.hold else ("attention",))) if replayed else ("mlp", "attention")
-    if phase == REPLAY:
-        rest = sequence[1:]
-    elif phase == BACKWARD_MLP:
-        rest = sequence[2:] if replayed else sequence[1:]
-    else:
-        rest = ()
-    for kind in rest:
-        if not shape.stays(kind, layer):
-            yield kind, layer
-    for below in range(top if phase == HEAD else layer - 1, workload.first - 1, -1):
-        for kind in sequence:
-            if not shape.stays(kind, below):
-                yield kind, below
+    sequence = kinds[::-1]
+    if shape.replays:
+        sequence = ("attention", *sequence) if not shape.strategy.hold else kinds
+    passed = sequence.index("mlp") + 1 if phase == BACKWARD_MLP else 1 if phase == REPLAY else len(sequence)
+    order = [(other, layer) for other in sequence[passed:]] if kind else []
+    order += [(other, below) for below in range(layers - 1 if phase == HEAD else layer - 1, workload.first - 1, -1) for other in sequence]
+    yield from (stage for stage in order if not shape.stays(*stage))
 
 
 def _adapter(shape: Shape, phase: str, layer: int) -> list[Row]:
     """The open stage's adapter where it comes from the file, and mezo's moved copy of it."""
-    workload = shape.workload
-    kinds = ("attention", "mlp") if workload.plain else (KINDS[phase],)
-    rows: list[Row] = []
-    for kind in kinds:
-        layout = workload.adapters[kind][layer]
-        rows += layout.rows("adapter", f"open {kind}: ") if shape.strategy.adapter == "file" else []
-        rows += layout.rows("adapter", f"moved {kind}: ") if workload.method == "mezo" else []
-    return rows
+    workload, kind = shape.workload, KINDS[phase]
+    layout = workload.adapters[kind][layer]
+    rows = layout.rows("adapter", f"open {kind}: ") if shape.strategy.adapter == "file" else []
+    return rows + (layout.rows("adapter", f"moved {kind}: ") if workload.method == "mezo" else [])
 
 
 def _gradients(shape: Shape, phase: str, layer: int) -> list[Row]:
     """The reversed stage's gradients of the groups before, and those held of the stages above it."""
-    workload = shape.workload
+    workload, kind = shape.workload, KINDS[phase]
     rows: list[Row] = []
     if phase != REPLAY and shape.groups > 1:
-        for kind in ("attention", "mlp") if workload.plain else (KINDS[phase],):
-            rows += workload.adapters[kind][layer].rows("gradients", f"{kind}, other groups: ")
+        rows += workload.adapters[kind][layer].rows("gradients", f"{kind}, other groups: ")
     if shape.strategy.gradients == "held":
-        for kind in ("attention", "mlp"):
-            above = layer if kind == "mlp" and phase == BACKWARD_ATTENTION else layer + 1
-            rows += counted(workload.adapters[kind][above:], "gradients", f"held, {kind}: ")
+        for other, layouts in workload.adapters.items():
+            above = layer if other == "mlp" and phase == BACKWARD_ATTENTION else layer + 1
+            rows += counted(layouts[above:], "gradients", f"held, {other}: ")
     return rows
 
 
@@ -308,25 +308,28 @@ def _update(shape: Shape) -> tuple[list[Row], list[Row]]:
         return rows + [row for kind, layouts in workload.adapters.items() for row in counted(layouts, "gradients", f"held, {kind}: ")], new
     rows += largest.rows("gradients", "one stage: ")
     if strategy.gradients == "applied":
-        rows += _states(shape, shape.groups, "dx") + _checkpoints(shape, workload.spec.num_layers) + _ahead(shape, HEAD, 0)
+        rows += _states(shape, shape.groups, "dx", workload.spec.hidden_size) + _checkpoints(shape, workload.spec.num_layers) + _ahead(shape, HEAD, 0)
     return rows, new
 
 
 def _head(shape: Shape) -> tuple[list[Row], list[Row]]:
     """Each group's supervised positions, U and statistics; two packed pieces of the table, unless it stays; one group's sweep over a tile."""
     workload, strategy = shape.workload, shape.strategy
-    spec, n, groups = workload.spec, shape.supervised, shape.groups
+    spec, n, groups, last = workload.spec, shape.supervised, shape.groups, workload.state(workload.spec.num_layers - 1)
     table, rows = workload.opened(workload.table), workload.opened(workload.norm).rows("weights", "")
     sides = 2 if workload.method == "mezo" else 1
     if workload.whole_head:
-        rows += ([] if shape.resident[0] else table.rows("weights", "")) + _widening(shape, workload.table, "as it is stored: ")
-        return rows + _states(shape, groups, "x") + _one_state(shape, "dx of the group"), inside.whole_head(shape)
+        rows += ([] if shape.resident else table.rows("weights", "")) + _widening(shape, workload.table, "as it is stored: ")
+        return rows + _states(shape, groups, "x", last) + _one_state(shape, "dx of the group", spec.hidden_size), inside.whole_head(shape)
     in_memory = sides * groups if strategy.states == "memory" else 1
-    rows += [Row("head", "supervised x", (n, spec.hidden_size), workload.dtype, in_memory)]
+    if workload.generic:  # what is after the last layer is computed again, from all that was given
+        rows += _states(shape, groups, "x", last)
+    else:
+        rows += [Row("head", "supervised x", (n, spec.hidden_size), workload.dtype, in_memory)]
     if workload.method != "mezo":
         rows += [Row("head", "U", (n, spec.hidden_size), "float32", in_memory)]
         rows += [Row("head", "h", (n, spec.hidden_size), workload.dtype, in_memory)]  # mezo keeps it in place of x
-    if not shape.resident[0]:
+    if not shape.resident:
         pieces = 2 if shape.packed_rows < spec.vocab_size else 1
         rows += [Row("weights", f"piece of {name}", (min(shape.packed_rows, size[0]), *size[1:]), dtype, pieces) for name, size, dtype in table.arrays]
     else:
@@ -339,14 +342,14 @@ def _whole(shape: Shape) -> tuple[list[Row], list[Row]]:
     workload = shape.workload
     spec, layers = workload.spec, workload.spec.num_layers
     rows = workload.opened(workload.norm).rows("weights", "")
-    if not shape.resident[0]:
+    if not shape.resident:
         rows += workload.opened(workload.table).rows("weights", "") + _widening(shape, workload.table, "as it is stored: ")
     for kind, layouts in workload.weights.items():
         rows += counted((workload.opened(layout) for layer, layout in enumerate(layouts) if not shape.stays(kind, layer)), "weights", f"{kind}: ")
     if workload.grad_checkpoint:
         rows += [Row("checkpoints", "x", (shape.tokens, spec.hidden_size), workload.dtype, layers)]
     else:
-        rows += [row._replace(part="checkpoints", count=row.count * workload.trained) for row in inside.layer_kept(shape)]
+        rows += [row._replace(part="checkpoints", count=row.count * workload.trained) for row in inside.layer_kept(shape, workload.first)]
     for kind, layouts in workload.adapters.items():
         rows += counted(layouts, "gradients", f"{kind}: ")
     backward, head = inside.layer_backward(shape, workload.first), inside.whole_head(shape)

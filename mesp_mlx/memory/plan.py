@@ -14,8 +14,10 @@ from functools import cached_property
 from mesp_mlx.memory import phases
 from mesp_mlx.memory.measure import KEEP_BYTES
 from mesp_mlx.memory.strategy import Strategy
-from mesp_mlx.memory.table import PARTS, Part, Row, Shape, Tensor, Workload, merged
+from mesp_mlx.memory.table import Shape, merged
+from mesp_mlx.memory.workload import PARTS, Part, Row, Tensor, Workload
 from mesp_mlx.model import work
+from mesp_mlx.model.spec import ModelSpec
 
 __all__ = ["PARTS", "Plan", "Speeds", "Tensor", "Workload", "make"]
 
@@ -26,6 +28,8 @@ MLX_BYTES = 5_500_000  # MLX's and the BLAS's code and buffers, as they are firs
 SLACK_BYTES = 8_500_000  # the same of Python and NumPy
 SLACK, NUMPY_SLACK = 0.02, 0.12  # of the arrays' peak: pages partly used; and what glibc keeps of freed arrays, MLX's being given back at once
 KEPT_STAGES = {"nothing": 1, "replay": 1, "inputs": 0, "attention": 1, "all": 2}  # of a layer, those that hand something on: it is computed on its own
+HEAD_DIM = 128  # where a model's is not known
+NORMED_KEPT_STAGES = KEPT_STAGES | {"attention": 2}  # where a norm reads what the MLP gave
 
 
 @dataclass(frozen=True)
@@ -128,10 +132,10 @@ class Plan:
         workload, strategy = self.workload, self.strategy
         adapters = workload.adapter_bytes * (1 + workload.moments) * (strategy.adapter == "file")
         spilled = workload.adapter_bytes * (strategy.gradients == "spilled")
-        states = 2 * self._arrays_bytes(workload.spec.hidden_size) * (strategy.states == "file")
+        states = 2 * self._arrays_bytes(max(self._widths)) * (strategy.states == "file")
         if workload.method in ("mezo", "backprop"):
             return adapters + spilled + states * (2 if workload.method == "mezo" else 1)
-        saved, replayed = workload.trained * self._saved_bytes(written=False), self._arrays_bytes(*self._replayed) * (strategy.checkpoints == "file")
+        saved, replayed = self._saved_bytes(written=False), self._replayed_bytes // max(1, workload.trained)
         # On the way down the places of checkpoints become those of gradients, layer by layer.
         layers = workload.trained
         return adapters + states + max(saved + replayed, spilled * (layers - 1) // layers + saved // layers + replayed, spilled)
@@ -140,20 +144,22 @@ class Plan:
     def read_bytes(self) -> int:
         """Frozen weights read from disk in an update."""
         workload, strategy, shape = self.workload, self.strategy, self.shape
-        layers, (table, mlps, attentions) = workload.spec.num_layers, shape.resident
         if workload.method == "backprop":
             return 0
         total = 0
-        for kind, stay, times in (("attention", attentions, 1 if strategy.hold or not self._replays else 2), ("mlp", mlps, 1)):
-            below = workload.weights[kind][: layers - stay]
-            total += sum(layout.bytes for layout in below)
-            if workload.method != "mezo":
-                total += times * sum(layout.bytes for layout in below[workload.first :])
+        for kind, layouts in workload.weights.items():
+            times = 2 if kind == "attention" and self.shape.replays and not strategy.hold else 1
+            for layer, layout in enumerate(layouts[: shape.first_staying[kind]]):
+                total += layout.bytes * (1 + times * (layer >= workload.first and workload.method != "mezo"))
+        for layer in range(shape.first_staying.get("mlp", 0)):  # of experts those that a token asks for, group by group; see Shape.asked
+            passes = 2 if workload.method == "mezo" else 1 + (layer >= workload.first)
+            total += int(shape.groups * shape.asked(layer) * workload.expert(layer).bytes) * passes
         vocabulary = workload.spec.vocab_size
         rows = min(workload.rows * workload.width, vocabulary)
         sides = 2 if workload.method == "mezo" else 1
-        targets = 0 if table or workload.whole_head else sides * shape.groups * min(shape.supervised, vocabulary)
-        total += (0 if table else workload.norm.bytes + workload.table.bytes) + workload.table.bytes * (rows + targets) // vocabulary
+        targets = 0 if shape.resident or workload.whole_head else sides * shape.groups * min(shape.supervised, vocabulary)
+        total += (0 if shape.resident else workload.norm.bytes + workload.table.bytes) + workload.table.bytes * (rows + targets) // vocabulary
+        total += shape.groups * workload.width * workload.position_bytes
         return total * (workload.perturbations if workload.method == "mezo" else 1)
 
     @property
@@ -165,7 +171,7 @@ class Plan:
             return size
         size += self._state_bytes(writes=True) if strategy.states == "file" else 0
         if strategy.checkpoints == "file" and workload.method != "mezo":
-            size += workload.trained * (self._saved_bytes(written=True) + self._arrays_bytes(*self._replayed))
+            size += self._saved_bytes(written=True) + self._replayed_bytes
         return size
 
     @property
@@ -174,23 +180,27 @@ class Plan:
         workload, strategy = self.workload, self.strategy
         size = workload.adapter_bytes * (strategy.gradients == "spilled")
         if strategy.adapter == "file":  # on the way up, on the way down and in the update; attention's in a replay too
-            opened = sum(layout.bytes for layout in workload.adapters["attention"]) * self._replays
+            opened = sum(layout.bytes for layout in workload.adapters["attention"]) if self.shape.replays else 0
             size += workload.adapter_bytes * (2 + (workload.method != "mezo") + workload.moments) + opened
         if workload.method == "backprop":
             return size
         size += self._state_bytes(writes=False) if strategy.states == "file" else 0
         if workload.method != "mezo":
-            once_more = self._arrays_bytes(workload.spec.hidden_size) if self._replays and "file" in (strategy.checkpoints, strategy.states) else 0
-            replayed = self._arrays_bytes(*self._replayed) if strategy.checkpoints == "file" else 0
-            size += workload.trained * (self._saved_bytes(written=False) + once_more + replayed)
+            once_more = self.shape.replays and "file" in (strategy.checkpoints, strategy.states)
+            size += self._saved_bytes(written=False) + self._replayed_bytes
+            size += sum(self._arrays_bytes(workload.state(layer)) for layer in self._trained) if once_more else 0
         return size
 
     @cached_property
     def work(self) -> work.Work:
         """The products of an update."""
-        workload = self.workload
+        workload, spec = self.workload, self.workload.spec
         method = "backprop-checkpointed" if workload.method == "backprop" and workload.grad_checkpoint else workload.method
-        return work.of_update(workload.spec, method, workload.rows, workload.width, workload.rank, workload.perturbations, self.strategy.keep, workload.trained)
+        rows, width, rank = workload.rows, workload.width, workload.rank
+        if isinstance(spec, ModelSpec):
+            return work.of_update(spec, method, rows, width, rank, workload.perturbations, self.strategy.keep, workload.trained)
+        adapted, squares = workload.adapter_bytes // 4, sum(fit.grows_with_the_square for fit in workload.measured)
+        return work.of_generic(spec, method, rows, width, adapted, workload.perturbations, workload.trained, squares)
 
     @property
     def weight_products(self) -> int:
@@ -206,20 +216,25 @@ class Plan:
     def evaluations(self) -> int:
         """How often the engine has MLX compute, in an update, the optimizer apart."""
         workload, shape = self.workload, self.shape
-        layers, trained, groups = workload.spec.num_layers, workload.trained, shape.groups
+        trained, groups = workload.trained, shape.groups
         if workload.method == "backprop":
             return groups + (groups - 1) * 2 * len(workload.modules)
         tiles, pieces = -(-workload.spec.vocab_size // shape.vocabulary_tile), -(-workload.spec.vocab_size // shape.packed_rows)
         if workload.method == "mezo":
             moved, swept = 4 * len(workload.modules), 2 * groups
             head = tiles * (1 + swept) if self.strategy.states == "memory" else swept * 2 * tiles
-            return workload.perturbations * (groups + swept * 2 * layers + moved + head + swept * (3 + pieces))
-        stages, kept = 1 if workload.plain else 2, KEPT_STAGES[self.strategy.keep] if workload.method == "mesp" else 0
+            return workload.perturbations * (groups + swept * (workload.stages - 1) + moved + head + swept * (3 + pieces))
+        kept = (NORMED_KEPT_STAGES if workload.post_norm else KEPT_STAGES)[self.strategy.keep] if workload.method == "mesp" and not workload.plain else 0
         head = groups if workload.whole_head else 3 * groups
-        if not workload.whole_head:
+        if workload.generic and not workload.whole_head:
+            head += tiles * (1 + groups)
+        elif not workload.whole_head:
             head += pieces * groups + tiles * (1 + groups) if self.strategy.states == "memory" else groups * (pieces + 2 * tiles)
         sums = (groups - 1) * 2 * len(workload.modules)
-        return groups * (1 + stages * layers + trained * (self._replays + kept + stages)) + head + sums
+        stages = workload.stages - 1
+        # Experts compute one by one, after a router.
+        routed = sum(int(shape.asked(layer) + 1) * (1 + (layer >= workload.first)) for layer, layout in enumerate(workload.experts) if layout.arrays)
+        return groups * (1 + stages + trained * (shape.replays + kept + len(workload.kinds)) + routed) + head + sums
 
     def compute_seconds(self, speeds: Speeds) -> float:
         """Of an update: products, dequantised weights, softmax."""
@@ -227,7 +242,8 @@ class Plan:
         tokens = self.workload.rows * self.workload.width
         if self.workload.on_cpu:  # each pass of a group dequantises each weight anew
             seconds += self.weight_products / tokens * self.shape.groups / speeds.dequantised_per_second
-        width = self.workload.spec.head_dim
+        spec = self.workload.spec
+        width = spec.head_dim if isinstance(spec, ModelSpec) else HEAD_DIM
         return seconds + self.work.attention / width / 4 / speeds.exponentials_per_second
 
     def disk_seconds(self, speeds: Speeds) -> float:
@@ -241,23 +257,31 @@ class Plan:
         return (max(compute, weights) if self.strategy.prefetch else compute + weights) + waits
 
     @property
-    def _replays(self) -> bool:
-        """Whether attention is replayed on the way down."""
-        return self.workload.method == "mesp" and self.strategy.keep in ("nothing", "replay")
+    def _trained(self) -> range:
+        return range(self.workload.first, self.workload.spec.num_layers)
 
-    @property
-    def _replayed(self) -> list[int]:
-        return [width for _, width in phases.replayed_arrays(self.shape)]
+    @cached_property
+    def _widths(self) -> list[int]:
+        """Numbers a token of what lies before each stage, and before the head."""
+        workload = self.workload
+        before = [self.shape.state(kind, layer) for layer in range(workload.spec.num_layers) for kind in workload.kinds]
+        return [*before, workload.spec.hidden_size]
 
     def _arrays_bytes(self, *widths: int) -> int:
         """All groups' arrays [N, width]."""
         return self.shape.groups * self.shape.tokens * sum(widths) * self.workload.itemsize
 
+    @property
+    def _replayed_bytes(self) -> int:
+        """What replays hand to backward through the file."""
+        if self.strategy.checkpoints == "memory":
+            return 0
+        return sum(self._arrays_bytes(*(width for _, width in phases.replayed_arrays(self.shape, layer))) for layer in self._trained)
+
     def _saved_bytes(self, written: bool) -> int:
-        """Of a layer's checkpoints, what is in the file; or what is written for them, since a state that is there already is not written again."""
+        """Of all checkpoints, what is in the file; or what is written for them, since a state that is there already is not written again."""
         shape, strategy = self.shape, self.strategy
-        kinds = ("attention",) if self.workload.plain else ("attention", "mlp")
-        arrays = [array for kind in kinds for array in phases.saved_arrays(shape, kind)]
+        arrays = [array for layer in self._trained for kind in self.workload.kinds for array in phases.saved_arrays(shape, kind, layer)]
         inputs = [width for name, width in arrays if name == "x"]
         others = [width for name, width in arrays if name != "x"] if strategy.checkpoints == "file" else []
         there = strategy.states == "file"
@@ -265,21 +289,23 @@ class Plan:
 
     def _state_bytes(self, writes: bool) -> int:
         """Written, or read, of the arrays between two stages."""
-        workload, shape = self.workload, self.shape
-        stages, layers, trained = 1 if workload.plain else 2, workload.spec.num_layers, workload.trained
+        workload, shape, widths = self.workload, self.shape, self._widths
+        *before, last = widths
         pieces = -(-workload.spec.vocab_size // shape.packed_rows)
         if workload.method == "mezo":
-            passes = 1 + 2 * stages * layers if writes else 2 * (stages * layers + 1)
-            head = 1 if writes else pieces + 2
-            sides = 2 * head * shape.groups * shape.supervised
-            whole = passes * shape.groups * shape.tokens
-            return workload.perturbations * (whole + sides) * workload.spec.hidden_size * workload.itemsize
-        if writes:
-            passes, head = 1 + stages * layers + self._replays * trained + stages * trained - 1 + 1, 2 + pieces
+            passes, head = before[0] + 2 * sum(widths[1:]) if writes else 2 * sum(widths), 1 if writes else pieces + 2
+            return workload.perturbations * self._group_bytes(passes, 2 * head * workload.spec.hidden_size)
+        reversed_ = widths[workload.first * len(workload.kinds) :]
+        replayed = sum(shape.state("mlp", layer) for layer in self._trained) if shape.replays else 0
+        if writes:  # of the gradients that of the lowest stage's input is not
+            passes, head = sum(widths) + replayed + sum(reversed_[1:]), 2 + pieces
         else:
-            passes, head = stages * layers + 1 + self._replays * trained + stages * trained, 3 + 2 * pieces
-        head = 0 if workload.whole_head else head
-        return shape.groups * (passes * shape.tokens + head * shape.supervised) * workload.spec.hidden_size * workload.itemsize
+            passes, head = sum(widths) + replayed + sum(reversed_[1:]), 3 + 2 * pieces
+        return self._group_bytes(passes, 0 if workload.whole_head else head * workload.spec.hidden_size)
+
+    def _group_bytes(self, a_token: int, a_supervised: int) -> int:
+        """So many numbers of each token of all groups, and of each supervised one."""
+        return self.shape.groups * (a_token * self.shape.tokens + a_supervised * self.shape.supervised) * self.workload.itemsize
 
 
 def roomier(plan: Plan, budget_bytes: int) -> Plan:

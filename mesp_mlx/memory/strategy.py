@@ -1,6 +1,5 @@
 """How a run spends its memory: every choice that a plan makes. Pure Python. Whatever is chosen, losses and adapters are the same to rounding."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -18,7 +17,7 @@ class Strategy:
 
     Attributes:
         resident: stages whose frozen weights stay in memory, counted from the output down: the head's table, the last layer's MLP, its attention, the
-            MLP of the layer below, and so on; ALL is every one.
+            MLP of the layer below, and so on (or layer by layer, where a layer is one stage); ALL is every one.
         prefetch: stages that are read ahead of the one that computes.
         hold: the attention's weights stay open while its layer's MLP is reversed; otherwise they are read a third time.
         keep: what backward finds instead of computing it again.
@@ -59,17 +58,5 @@ class Strategy:
         """Whether the run needs a file of its own."""
         return "file" in (self.checkpoints, self.states, self.adapter) or self.gradients == "spilled"
 
-    def resident_stages(self, num_layers: int) -> frozenset[str]:
-        """The names of the resident stages of a model of so many layers."""
-        names = list(_from_the_output(num_layers))
-        return frozenset(names if self.resident == ALL else names[: self.resident])
-
 
 DEFAULT = Strategy()
-
-
-def _from_the_output(num_layers: int) -> Iterator[str]:
-    yield "head"
-    for layer in reversed(range(num_layers)):
-        yield f"model.layers.{layer}.mlp"
-        yield f"model.layers.{layer}.self_attn"

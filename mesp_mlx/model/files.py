@@ -10,4 +10,5 @@ TOKENIZER_FILES = (
     "added_tokens.json",
 )
 TEMPLATE_FILES = ("chat_template*", "additional_chat_templates/*")
+CODE_FILES = ("*.py",)  # of a model or a tokenizer that comes with its own: run only where the user trusts it
 SETTINGS_FILES = ("config.json", "generation_config.json")  # they name the tokenizer's class and the tokens that stop a reply

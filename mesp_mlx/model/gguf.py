@@ -231,7 +231,8 @@ def _rope_scaling(file: File, value: Callable[..., Any], config: Mapping[str, An
             "rope_type": "llama3", "factor": float(factors.max()), "low_freq_factor": 1.0, "high_freq_factor": 4.0,
             "original_max_position_embeddings": 8192,
         }  # fmt: skip
-        plain, stretched = (load_spec({**config, "rope_scaling": s}, source).rope for s in (None, scaling))
+        plain, stretched = (load_spec({**config, "rope_scaling": s}, source).ropes[0] for s in (None, scaling))
+        assert plain and stretched  # every layer of these architectures rotates
         own = plain.base ** (np.arange(0, plain.dims, 2) / plain.dims)
         if stretched.wavelengths is None or len(factors) != len(own) or not np.allclose(own * factors, stretched.wavelengths, rtol=1e-4):
             raise UserError(f"reading {source}: its rope_freqs are not Llama 3's position scaling. Give the Hugging Face model it was made from.")

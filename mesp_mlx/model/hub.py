@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from mesp_mlx.errors import UserError
-from mesp_mlx.model.convert import COPIED_FILES, Part, nearest_folder, quantized, require_space, weight_bytes
-from mesp_mlx.model.spec import ModelSpec, load_spec, read_config
+from mesp_mlx.model.architecture import open_spec
+from mesp_mlx.model.convert import COPIED_FILES, Part, converted, nearest_folder, require_space, weight_bytes
+from mesp_mlx.model.spec import Spec, read_config
 from mesp_mlx.stream.safetensors import Entry
 
 FILES = ["config.json", "model*.safetensors", "model.safetensors.index.json", *COPIED_FILES]
@@ -53,7 +54,15 @@ def look_up(model: str) -> Listing | None:
     return Listing(info.sha, {file.rfilename: file.size or 0 for file in info.siblings or ()}) if info.sha else None
 
 
-def download(model: str, listing: Listing | None, cache_folder: Path, quantize: bool, note: Callable[[str], None]) -> Path:
+def download(
+    model: str,
+    listing: Listing | None,
+    cache_folder: Path,
+    quantize: bool,
+    note: Callable[[str], None],
+    backend: str = "mlx",
+    trust_remote_code: bool = False,
+) -> Path:
     """The folder of the Hub's own cache, named after the commit, with the model's files; what is there already is not fetched again.
 
     The config is fetched first, so that a model that can't be served costs nothing, then the space for the rest (and, in
@@ -78,7 +87,9 @@ def download(model: str, listing: Listing | None, cache_folder: Path, quantize: 
     if folder.name != listing.commit:
         raise UserError(f"--model {model}: it was changed on the Hub just now. Run the command again.")
     config = read_config(folder)
-    spec = load_spec(config, f"config.json of {model}")
+    if trust_remote_code and (code := config.get("model_file")):
+        _ask(model, lambda: hf_hub_download(model, code, revision=listing.commit))
+    spec = open_spec(config, str(folder / "config.json") if trust_remote_code else f"config.json of {model}", backend, trust_remote_code)
     unquantized = quantize and not config.get("quantization")
     missing_bytes = sum(size for name, size in needed.items() if not isinstance(try_to_load_from_cache(model, name, revision=listing.commit), str))
     if unquantized:
@@ -91,7 +102,7 @@ def download(model: str, listing: Listing | None, cache_folder: Path, quantize: 
 
 
 def without_weights(model: str, tokenizer: bool) -> Path:
-    """The folder of the Hub's own cache with a model's config.json and, if wanted, its tokenizer: nothing else is fetched.
+    """The folder of the Hub's own cache with a model's config.json, the code that it names, and, if wanted, its tokenizer: nothing else is fetched.
 
     Raises:
         UserError: not found, gated, or out of reach.
@@ -100,18 +111,21 @@ def without_weights(model: str, tokenizer: bool) -> Path:
 
     found = look_up(model)  # first: without a network it gives up at once, where a download is tried again for half a minute
     if not tokenizer:
-        return Path(_ask(model, lambda: hf_hub_download(model, "config.json", local_files_only=found is None))).parent
+        folder = Path(_ask(model, lambda: hf_hub_download(model, "config.json", local_files_only=found is None))).parent
+        if code := read_config(folder).get("model_file"):
+            _ask(model, lambda: hf_hub_download(model, code, revision=folder.name, local_files_only=found is None))
+        return folder
     names = [name for name in found.needed() if ".safetensors" not in name] if found else None
     known: dict[str, Any] = {"revision": found.commit, "allow_patterns": names} if found else {"local_files_only": True}
     return Path(_ask(model, lambda: snapshot_download(model, **known)))
 
 
-def converted_parts(spec: ModelSpec) -> list[Part]:
+def converted_parts(spec: Spec) -> list[Part]:
     """What an unquantised model's tensors become."""
-    return [quantized(name, Entry(name, Path(), spec.dtype, shape, 0, 0)) for name, shape in spec.tensors().items()]
+    return [converted(spec, name, Entry(name, Path(), spec.dtype, shape, 0, 0)) for name, shape in spec.tensors().items()]
 
 
-def converted_bytes(spec: ModelSpec) -> int:
+def converted_bytes(spec: Spec) -> int:
     """What model.safetensors takes once the model is quantised."""
     return weight_bytes(converted_parts(spec))
 

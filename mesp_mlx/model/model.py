@@ -6,11 +6,15 @@ from typing import Any
 
 import numpy as np
 
-from mesp_mlx.memory.strategy import DEFAULT, Strategy
-from mesp_mlx.model.head import Head
+from mesp_mlx.memory.strategy import ALL, DEFAULT, Strategy
+from mesp_mlx.model.attention import AttentionStage
+from mesp_mlx.model.experts import ExpertsStage
+from mesp_mlx.model.head import FinalNorm, Head
+from mesp_mlx.model.mlp import MLPStage
 from mesp_mlx.model.plain import DecoderLayer, WholeHead
+from mesp_mlx.model.ropes import Rope
 from mesp_mlx.model.spec import ModelSpec
-from mesp_mlx.model.stages import AttentionStage, Embedding, Lora, MLPStage, Stage
+from mesp_mlx.model.stages import Embedding, Lora, Stage
 
 
 class Evaluate:
@@ -55,6 +59,12 @@ class Model:
         """The stages a forward pass opens, in order."""
         return [self.embedding, *(stage for segment in self.segments for stage in segment), self.head]
 
+    def resident_stages(self) -> frozenset[str]:
+        """The names of the stages whose weights stay in memory, as the strategy says."""
+        names = [stage.name for stage in self.forward_order()[1:]]
+        stay = len(names) if self.strategy.resident == ALL else self.strategy.resident
+        return frozenset(names[max(0, len(names) - stay) :])
+
     def training_order(self, first: int, lowest: Stage) -> list[Any]:
         """The stages whose weights an update reads, in order: forward, then the segments from `first` on again, last first; what is not held once more."""
         order = self.forward_order()
@@ -88,23 +98,32 @@ def build(
         limit_bytes: where MLX waits before it allocates more, as the plan says; no limit unless given.
         keep_h: attention keeps h = x̃ A of its modules from its replay to its backward, to show what that costs. (An MLP's h never leaves its backward.)
     """
-    rope, lora = _rope(spec, backend), Lora(backend, lora_scale, strategy, keep_h)
-    layers = [(AttentionStage(spec, layer, lora, rope), MLPStage(spec, layer, lora)) for layer in range(spec.num_layers)]
+    lora = Lora(backend, lora_scale, strategy, keep_h)
+    made: dict[Rope | None, dict[str, Any] | None] = {rope: _rope(rope, backend) for rope in dict.fromkeys(spec.ropes)}
+    # Whole-graph autodiff holds what it holds: a limit would only slow it down.
+    evaluate = Evaluate(backend, None if method == "backprop" else limit_bytes)
+    layers = [
+        (
+            AttentionStage(spec, layer, lora, made[spec.ropes[layer]]),
+            ExpertsStage(spec, layer, lora, evaluate) if spec.experts[layer] else MLPStage(spec, layer, lora),
+        )
+        for layer in range(spec.num_layers)
+    ]
     if method in ("mebp", "backprop"):
         segments = tuple((DecoderLayer(*layer),) for layer in layers)
     elif strategy.keep in ("nothing", "replay"):
         segments = tuple(layers)
     else:
         segments = tuple((stage,) for layer in layers for stage in layer)
-    # Whole-graph autodiff holds what it holds: a limit would only slow it down.
-    evaluate = Evaluate(backend, None if method == "backprop" else limit_bytes)
     whole = method in ("mebp", "backprop") and not tiled_head
-    head = WholeHead(spec, backend, evaluate) if whole else Head(spec, backend, evaluate, strategy)
-    return Model(Embedding(backend, dtype or backend.arrays.float32), segments, head, evaluate, strategy)
+    head = WholeHead(spec, backend, evaluate) if whole else Head(FinalNorm(spec, backend), backend, evaluate, strategy)
+    return Model(Embedding(spec, backend, dtype or backend.arrays.float32), segments, head, evaluate, strategy)
 
 
-def _rope(spec: ModelSpec, backend: Any) -> dict[str, Any]:
-    rope = spec.rope
+def _rope(rope: Rope | None, backend: Any) -> dict[str, Any] | None:
+    """A rope as the op takes it."""
+    if rope is None:
+        return None
     listed = rope.wavelengths is not None
     return {
         "dims": rope.dims,

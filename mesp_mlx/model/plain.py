@@ -8,25 +8,29 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from mesp_mlx.model.attention import AttentionStage, cut_projections, limits, merge_heads, split_heads
+from mesp_mlx.model.experts import ExpertsStage
+from mesp_mlx.model.mlp import MLPStage
 from mesp_mlx.model.spec import ModelSpec
-from mesp_mlx.model.stages import AttentionStage, Batch, Gradients, MLPStage, State, merge_heads, opened, split_heads
+from mesp_mlx.model.stages import Batch, Gradients, State, opened
+from mesp_mlx.model.sublayer import Norm
 from mesp_mlx.stream.run_file import take
 from mesp_mlx.stream.shelves import IN_MEMORY, Shelf
 
 
 @dataclass(frozen=True, eq=False)
 class DecoderLayer:
-    """y = m + mlp(norm(m)), m = x + attention(norm(x)); backward is the backend's vjp of the whole layer.
+    """y = m + mlp(norm(m)), m = x + attention(norm(x)), as its spec has it; backward is the backend's vjp of the whole layer.
 
     `attention` and `mlp` are the stages that a structured layer consists of; they name its modules and hold its settings.
     """
 
     attention: AttentionStage
-    mlp: MLPStage
+    mlp: MLPStage | ExpertsStage
 
     @property
     def name(self) -> str:
-        return f"model.layers.{self.attention.layer}"
+        return self.attention.spec.layer_name(self.attention.layer)
 
     @property
     def adaptable(self) -> tuple[str, ...]:
@@ -34,7 +38,8 @@ class DecoderLayer:
 
     @property
     def modules(self) -> tuple[str, ...]:
-        return self.attention.modules + self.mlp.modules
+        spec, layer = self.attention.spec, self.attention.layer
+        return tuple(dict.fromkeys(spec.attention_modules(layer) + spec.mlp_modules(layer)))  # of experts all, whoever is served
 
     def forward(self, w: Any, adapter: State, state: State, batch: Batch) -> tuple[State, State]:
         """The layer's output; nothing is kept."""
@@ -50,25 +55,43 @@ class DecoderLayer:
     def layer(self, w: Any, adapter: State, x: Any, batch: Batch) -> Any:
         """x [B, T, D] -> y [B, T, D] in plain operations."""
         attention, mlp = self.attention, self.mlp
-        ops, spec = attention.lora.ops.plain, attention.spec
+        ops, spec, layer = attention.lora.ops.plain, attention.spec, attention.layer
 
         def linear(module: str, x: Any) -> Any:
             pair = attention.lora.pair(adapter, module)
             return ops.linear(x, w[module], pair, attention.lora.scale, attention.lora.dropout(pair, batch, module))
 
-        def normed(norm: str, x: Any) -> Any:
-            return ops.rms_norm(x, w[norm]["weight"], spec.rms_norm_eps)
+        def attend(h: Any) -> Any:
+            q, k, v = cut_projections(spec, [linear(module, h) for module in attention.adaptable[:-1]])
+            for_q, for_k = attention.qk_norms or (None, None)
+            q, k, v = head(q, spec.num_heads, for_q), head(k, spec.num_kv_heads, for_k), split_heads(v, spec.num_kv_heads)
+            if attention.rope is not None:
+                q, k = ops.rope(q, attention.rope), ops.rope(k, attention.rope)
+            scores = {"window": spec.windows[layer], **limits(spec, layer, w)}
+            return linear(attention.adaptable[-1], merge_heads(ops.attention(q, k, v, spec.attention_scale, **scores)))
 
-        h = normed(attention.norm, x)
-        projected = [linear(module, h) for module in attention.adaptable[:3]]
-        q, k, v = (split_heads(y, heads) for y, heads in zip(projected, (spec.num_heads, spec.num_kv_heads, spec.num_kv_heads), strict=True))
-        if spec.qk_norm:
-            q, k = normed(f"{attention.name}.q_norm", q), normed(f"{attention.name}.k_norm", k)
-        q, k = ops.rope(q, attention.rope), ops.rope(k, attention.rope)
-        m = x + linear(attention.adaptable[3], merge_heads(ops.attention(q, k, v, spec.head_dim**-0.5, spec.windows[attention.layer])))
-        h = normed(mlp.norm, m)
-        gate, up, down = mlp.adaptable
-        return m + linear(down, ops.gate(linear(gate, h), linear(up, h)))
+        def head(x: Any, count: int, norm: Norm | None) -> Any:
+            if norm is None:
+                return split_heads(x, count)
+            return norm.plain(ops, w, split_heads(x, count)) if spec.qk_norm == "head" else split_heads(norm.plain(ops, w, x), count)
+
+        def feed(h: Any) -> Any:
+            if isinstance(mlp, ExpertsStage):
+                experts, (pairs, masks) = mlp.experts, mlp.pairs(adapter, batch)
+                index, p = ops.route(linear(mlp.router, h).reshape(-1, experts.count), experts.chosen, experts.over_all)
+                linears = {name: w[module] for name, module in zip(pairs, mlp.tables, strict=True)}
+                y = ops.experts(h.reshape(-1, spec.hidden_size), p, index, linears, pairs, mlp.lora.scale, masks, experts.activation)
+                return y.reshape(h.shape)
+            *inner, down = mlp.adaptable
+            g, *u = (linear(module, h) for module in inner)
+            if not spec.gated:
+                return linear(down, ops.activate(g, spec.activation))
+            if spec.fused_gate_up:
+                g, u = g[..., : spec.intermediate_size], [g[..., spec.intermediate_size :]]
+            return linear(down, ops.gate(g, u[0], spec.activation))
+
+        m = attention.sublayer.plain(ops, w, x, attend)
+        return mlp.sublayer.plain(ops, w, x, feed, past=m) if spec.parallel else mlp.sublayer.plain(ops, w, m, feed)
 
 
 @dataclass(frozen=True)
@@ -81,12 +104,8 @@ class WholeHead:
     name: str = "head"
 
     @property
-    def table(self) -> str:
-        return "model.embed_tokens" if self.spec.tied else "lm_head"
-
-    @property
     def modules(self) -> tuple[str, ...]:
-        return ("model.norm", self.table)
+        return (self.spec.names.norm, self.spec.table)
 
     def loss(
         self, w: Any, states: list[Any], batches: Sequence[Batch], shelf: Shelf = IN_MEMORY.states, gradient: bool = True
@@ -113,4 +132,6 @@ class WholeHead:
         return int(self.ops.arrays.to_numpy(self._logits(w, state["x"][:, -1:])).argmax())
 
     def _logits(self, w: Any, x: Any) -> Any:
-        return self.ops.plain.linear(self.ops.plain.rms_norm(x, w["model.norm"]["weight"], self.spec.rms_norm_eps), w[self.table], None, 1.0)
+        spec, plain = self.spec, self.ops.plain
+        h = Norm(spec, self.ops, spec.names.norm).plain(plain, w, x)
+        return plain.cap(plain.linear(h, w[spec.table], None, 1.0), spec.logit_scale, spec.logit_cap)

@@ -14,7 +14,9 @@ from typing import Any
 from mesp_mlx import child
 from mesp_mlx.errors import UserError
 from mesp_mlx.model import cache, convert, demo, gguf, hub, shapes
-from mesp_mlx.model.spec import ModelSpec, load_spec, read_config
+from mesp_mlx.model.architecture import open_spec
+from mesp_mlx.model.spec import ModelSpec, Spec, load_spec, read_config
+from mesp_mlx.stream.safetensors import read_folder
 
 FORMAT = 1  # raised when folders of the cache would come out differently, so that old ones are not used
 HUB_ID = r"\w[\w.-]*/\w[\w.-]*"
@@ -30,12 +32,15 @@ class ModelFolder:
     converted: bool
 
 
-def resolve(model: str, cache_folder: Path, quantize: str = "4", note: Note = print) -> ModelFolder:
+def resolve(
+    model: str, cache_folder: Path, quantize: str = "4", note: Note = print, backend: str = "mlx", trust_remote_code: bool = False
+) -> ModelFolder:
     """The folder of a model: "demo", a folder in MLX's or Hugging Face's layout, a GGUF file or a Hub id.
 
     What is not quantised yet becomes 4-bit in groups of 64, unless quantize is "none". Conversions are done once and
     kept under cache_folder; downloads from the Hub are kept in its own cache. `note` is given a line to show
-    when something takes long or could be better.
+    when something takes long or could be better. What `backend` ("mlx" or "numpy") can't run is refused before it is fetched or converted;
+    so is, without trust_remote_code, what comes with code of its own.
 
     Raises:
         UserError: nothing is found under that name, or it can't be served, fetched or converted.
@@ -46,21 +51,21 @@ def resolve(model: str, cache_folder: Path, quantize: str = "4", note: Note = pr
         return _demo(cache_folder, note)
     if path.is_dir():
         path = path.resolve()
-        return _folder(path, path.name, _place(cache_folder, path.name, str(path), _folder_state(path), quantize), quantize, note)
+        return _folder(path, path.name, _place(cache_folder, path.name, str(path), _folder_state(path), quantize), quantize, note, backend, trust_remote_code)
     if path.is_file():
         return _gguf(path.resolve(), cache_folder, quantize, note)
     if re.fullmatch(HUB_ID, model):
-        return _hub(model, cache_folder, quantize, note)
+        return _hub(model, cache_folder, quantize, note, backend, trust_remote_code)
     raise UserError(f"--model {model}: no such folder or file. Expected a model folder, a .gguf file, a Hub id such as org/name, or demo.")
 
 
-def resolve_apart(model: str, cache_folder: Path, quantize: str = "4") -> ModelFolder:
+def resolve_apart(model: str, cache_folder: Path, quantize: str = "4", *, backend: str = "mlx", trust_remote_code: bool = False) -> ModelFolder:
     """`resolve` in a process of its own, whose notes go to standard error.
 
     Raises:
         UserError: as `resolve`.
     """
-    request = {"model": model, "cache_folder": str(cache_folder), "quantize": quantize}
+    request = {"model": model, "cache_folder": str(cache_folder), "quantize": quantize, "backend": backend, "trust_remote_code": trust_remote_code}
     found = child.ask("mesp_mlx.model.source", request, f"preparing the model {model}", quiet=False)
     return ModelFolder(Path(found["folder"]), found["name"], found["converted"])
 
@@ -70,12 +75,14 @@ class Shape:
     """What is known of a model without its weights: its spec, quantised as they would be, and a folder with its tokenizer, where there is one."""
 
     name: str
-    spec: ModelSpec
+    spec: Spec
     folder: Path | None
 
 
 @contextmanager
-def shape(model: str, cache_folder: Path, quantize: str = "4", tokenizer: bool = False) -> Iterator[Shape]:
+def shape(
+    model: str, cache_folder: Path, quantize: str = "4", tokenizer: bool = False, backend: str = "mlx", trust_remote_code: bool = False
+) -> Iterator[Shape]:
     """The shape of a model: "demo", a name in shapes.SHAPES, a folder, a config.json by any name, a GGUF file or a Hub id. No weight is read or downloaded.
 
     tokenizer: have it in the folder, which may be a temporary one: the demo model is downloaded for it.
@@ -111,9 +118,9 @@ def shape(model: str, cache_folder: Path, quantize: str = "4", tokenizer: bool =
         )
     where = str(folder / "config.json") if folder else str(path) if path.is_file() else "config.json"
     config = read_config(folder) if config is None and folder is not None else config or {}
-    spec = load_spec(config, where)
+    spec = open_spec(config, where, backend, trust_remote_code)
     if quantize != "none" and not config.get("quantization"):
-        spec = load_spec(config | convert.quantization(hub.converted_parts(spec)), where)
+        spec = open_spec(config | convert.quantization(hub.converted_parts(spec)), where, backend, trust_remote_code)
     yield Shape(name, spec, folder)
 
 
@@ -149,7 +156,8 @@ def _shape_of_gguf(path: Path, quantize: str, folder: Path | None) -> Shape:
 
 
 def _serve(request: dict[str, Any]) -> dict[str, Any]:
-    found = resolve(request["model"], Path(request["cache_folder"]), request["quantize"], lambda line: print(line, file=sys.stderr, flush=True))
+    cache_folder = Path(request.pop("cache_folder"))
+    found = resolve(cache_folder=cache_folder, note=lambda line: print(line, file=sys.stderr, flush=True), **request)
     return {"folder": str(found.folder), "name": found.name, "converted": found.converted}
 
 
@@ -172,7 +180,7 @@ def _gguf(path: Path, cache_folder: Path, quantize: str, note: Note) -> ModelFol
     return ModelFolder(folder, path.stem, True)
 
 
-def _hub(model: str, cache_folder: Path, quantize: str, note: Note) -> ModelFolder:
+def _hub(model: str, cache_folder: Path, quantize: str, note: Note, backend: str, trust_remote_code: bool) -> ModelFolder:
     name = model.split("/")[1]
 
     def place(commit: str) -> Path:
@@ -181,29 +189,50 @@ def _hub(model: str, cache_folder: Path, quantize: str, note: Note) -> ModelFold
     found = hub.look_up(model)
     if found is not None and (ready := place(found.commit)).is_dir():
         return ModelFolder(ready, name, True)
-    downloaded = hub.download(model, found, cache_folder, quantize != "none", note)
-    return _folder(downloaded, name, place(downloaded.name), quantize, note)
+    downloaded = hub.download(model, found, cache_folder, quantize != "none", note, backend, trust_remote_code)
+    return _folder(downloaded, name, place(downloaded.name), quantize, note, backend, trust_remote_code)
 
 
-def _folder(path: Path, name: str, place: Path, quantize: str, note: Note) -> ModelFolder:
-    """A local folder or a downloaded one: used as it is when quantised already or when asked to, else quantised into place."""
+def _folder(path: Path, name: str, place: Path, quantize: str, note: Note, backend: str, trust_remote_code: bool) -> ModelFolder:
+    """A local folder or a downloaded one: used as it is when quantised already or when asked to, else quantised into place.
+
+    What mlx-lm names otherwise than the folder, or changes as it loads it, is written into place as mlx-lm has it.
+    """
     if not (path / "config.json").exists() and (files := sorted(path.glob("*.gguf"))):
         raise UserError(f"--model {path}: it holds GGUF files. Give the path of one of them, such as {files[0].name}.")
     config = read_config(path)
-    load_spec(config, str(path / "config.json"))
+    spec = open_spec(config, str(path / "config.json"), backend, trust_remote_code)
     if not any(path.glob("*.safetensors")):
         found = next((file.name for pattern in ("*.bin", "*.pth", "*.pt") for file in path.glob(pattern)), None)
         raise UserError(
             f"--model {path}: it has no .safetensors file"
             + (f" (only PyTorch's {found}, which can run code when read). Save the model again with safe_serialization." if found else ".")
         )
-    if config.get("quantization") or quantize == "none":
+    if place.is_dir():
+        return ModelFolder(place, name, True)
+    ready = bool(config.get("quantization")) or quantize == "none"
+    if ready and _is_mlxs(path, config, spec):
         return ModelFolder(path, name, False)
     with cache.building(place) as partial:
         if partial:
-            note(f"Quantising {name} to {convert.BITS}-bit, once, into {place}.")
-            convert.quantize_folder(path, partial)
+            doing = f"Writing {name} in MLX's layout" if ready else f"Quantising {name} to {convert.BITS}-bit"
+            note(f"{doing}, once, into {place}.")
+            if isinstance(spec, ModelSpec):
+                convert.quantize_folder(path, partial, quantize=not ready)
+            else:
+                from mesp_mlx.model import generic_convert  # only here: it imports MLX and mlx-lm
+
+                generic_convert.convert(path, partial, quantize=not ready)
     return ModelFolder(place, name, True)
+
+
+def _is_mlxs(path: Path, config: dict[str, Any], spec: Spec) -> bool:
+    """Whether the tensors of a folder are those of mlx-lm's modules."""
+    if isinstance(spec, ModelSpec):
+        return all(name == tensor.entry.name for name, tensor in convert.sources(spec, read_folder(path)).items())
+    from mesp_mlx.model import generic_convert
+
+    return generic_convert.is_as_mlx_lm_has_it(path, config)
 
 
 def _place(cache_folder: Path, name: str, *key: str) -> Path:

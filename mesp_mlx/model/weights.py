@@ -1,36 +1,52 @@
 """Whether the tensors on disk are those that the spec needs, before anything is computed with them."""
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Container, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
 
 from mesp_mlx.errors import UserError
-from mesp_mlx.model.spec import ModelSpec
+from mesp_mlx.model.families import FAMILIES, Family
+from mesp_mlx.model.spec import ModelSpec, Spec
 from mesp_mlx.stream.safetensors import Entry
 
 FLOATS = ("F32", "F16", "BF16")
 SHOWN = 8  # lines of a list in one message
 
 
-def check(spec: ModelSpec, entries: Mapping[str, Entry], dtypes: Sequence[str] = FLOATS) -> None:
+def settled(spec: ModelSpec, config: Mapping[str, Any], names: Container[str]) -> ModelSpec:
+    """The spec with a head of its own if the tensors of these names have one, where config.json is silent about it, or the family does not heed it."""
+    tied = FAMILIES[spec.model_type].tied
+    if isinstance(tied, bool) or (tied is None and config.get("tie_word_embeddings") is not None):
+        return spec
+    return replace(spec, tied=f"{spec.names.head}.weight" not in names)
+
+
+def check(spec: Spec, entries: Mapping[str, Entry], dtypes: Sequence[str] = FLOATS, others: bool = False) -> None:
     """Raise UserError when a tensor is missing, unknown, or of the wrong shape or type; the message names tensors and files.
 
     dtypes are those that a tensor without scales may have. Unknown tensors are those that mlx-lm refuses too: it drops old files'
-    rotary frequencies, and lm_head.weight where the embedding is the head.
+    rotary frequencies, lm_head.weight where the embedding is the head, and what the family's row names. With `others` they are let through.
     """
     wanted = spec.tensors()
     where = ", ".join(sorted({str(entry.file.parent) for entry in entries.values()}))
     if missing := [name for name in wanted if name not in entries]:
         raise UserError(f"reading weights in {where}: {len(missing)} tensors that a {spec.model_type} model needs are missing:{_list(missing)}")
-    known = {*wanted, *(["lm_head.weight"] if spec.tied else [])}
-    for module in (name.removesuffix(".weight") for name, shape in wanted.items() if len(shape) == 2):
-        known |= {f"{module}.scales", f"{module}.biases"} if f"{module}.scales" in entries else set()
-    if unknown := [f"{name} in {entry.file.name}" for name, entry in entries.items() if name not in known and not name.endswith("rotary_emb.inv_freq")]:
+    known = set(wanted)
+    for module in (name.removesuffix(".weight") for name, shape in wanted.items() if len(shape) > 1):
+        known |= {f"{module}.{part}" for part in ("scales", "biases", "global_scale")} if f"{module}.scales" in entries else set()
+    dropped = [r"rotary_emb\.inv_freq$", *([r"\blm_head\.weight$"] if spec.tied else []), *FAMILIES.get(spec.model_type, Family()).dropped]
+    strange = [name for name in entries if name not in known and not any(re.search(pattern, name) for pattern in dropped)]
+    unknown = [f"{name} in {entries[name].file.name}" for name in strange]
+    if unknown and not others:
         what = f"{len(unknown)} tensors are no part of the {spec.model_type} model that config.json describes"
         raise UserError(f"reading weights in {where}: {what}:{_list(unknown)}\nDownload or convert the model again.")
-    if wrong := [problem for name, shape in wanted.items() if (problem := _problem(spec, entries, name, shape, dtypes))]:
+    given = {name: entry for name, entry in entries.items() if not (name.endswith(".scales") and name in wanted)}  # some models are packed by themselves
+    if wrong := [problem for name, shape in wanted.items() if (problem := _problem(spec, given if name in given else entries, name, shape, dtypes))]:
         raise UserError(f"reading weights: {len(wrong)} tensors do not fit config.json:{_list(wrong)}\nDownload or convert the model again.")
 
 
-def _problem(spec: ModelSpec, entries: Mapping[str, Entry], name: str, shape: tuple[int, ...], dtypes: Sequence[str]) -> str | None:
+def _problem(spec: Spec, entries: Mapping[str, Entry], name: str, shape: tuple[int, ...], dtypes: Sequence[str]) -> str | None:
     entry, module = entries[name], name.removesuffix(".weight")
     scales, biases = entries.get(f"{module}.scales"), entries.get(f"{module}.biases")
     if not name.endswith(".weight") or scales is None:
@@ -41,17 +57,25 @@ def _problem(spec: ModelSpec, entries: Mapping[str, Entry], name: str, shape: tu
     quantized = spec.quantized_as(module)
     if quantized is None:
         return f"{name} in {entry.file.name}: has scales, but config.json's quantization does not say how it is quantised"
-    bits, group = quantized
-    if shape[1] % group:
-        return f"{name} in {entry.file.name}: rows of {shape[1]} do not divide into groups of {group}"
-    expected = (shape[0], shape[1] * bits // 32)
-    grouped = (shape[0], shape[1] // group)
+    bits, group, mode = quantized
+    width = shape[-1]
+    if width % group:
+        return f"{name} in {entry.file.name}: rows of {width} do not divide into groups of {group}"
+    expected, grouped = (*shape[:-1], width * bits // 32), (*shape[:-1], width // group)
+    described = f"for {bits} bits in groups of {group}" + (f" ({mode})" if mode != "affine" else "")
     if entry.dtype != "U32" or entry.shape != expected:
-        return f"{name} in {entry.file.name}: {entry.dtype} {list(entry.shape)}, expected U32 {list(expected)} for {bits} bits in groups of {group}"
-    for kind, part in (("scales", scales), ("biases", biases)):
-        if part is None or part.shape != grouped or part.dtype not in FLOATS:
+        return f"{name} in {entry.file.name}: {entry.dtype} {list(entry.shape)}, expected U32 {list(expected)} {described}"
+    if mode != "affine" and biases is not None:
+        return f"{module}.biases in {biases.file.name}: {biases.dtype} {list(biases.shape)}, expected none {described}"
+    overall = entries.get(f"{module}.global_scale")  # one to a matrix
+    if overall is not None and (mode != "nvfp4" or overall.dtype != "F32" or overall.shape != shape[:-2]):
+        expected = f"F32 {list(shape[:-2])}" if mode == "nvfp4" else "none"
+        return f"{module}.global_scale in {overall.file.name}: {overall.dtype} {list(overall.shape)}, expected {expected} {described}"
+    kinds = FLOATS if mode == "affine" else ("U8",)
+    for kind, part in (("scales", scales), ("biases", biases))[: 2 if mode == "affine" else 1]:
+        if part is None or part.shape != grouped or part.dtype not in kinds:
             found = "missing" if part is None else f"{part.dtype} {list(part.shape)}"
-            return f"{module}.{kind} in {entry.file.name}: {found}, expected {'/'.join(FLOATS)} {list(grouped)}"
+            return f"{module}.{kind} in {entry.file.name}: {found}, expected {'/'.join(kinds)} {list(grouped)} {described}"
     return None
 
 

@@ -73,6 +73,17 @@ def scatter_rows(values: mx.array, index: mx.array, n_rows: int) -> mx.array:
     return out
 
 
+def add_rows(total: mx.array, values: mx.array, index: mx.array) -> mx.array:
+    """Total [N, ...] with values [n, ...] added to its rows at distinct integer index [n], in the dtype of total; total itself is not to be used again."""
+    return total.at[index].add(values.astype(total.dtype))
+
+
+def set_row(total: mx.array, row: int, values: mx.array) -> mx.array:
+    """Total [N, ...] with values [...] as its row; total itself is not to be used again: where nobody holds it, it is not copied."""
+    total[row] = values
+    return total
+
+
 def exp(a: mx.array) -> mx.array:
     """e^a for a <= 88, as exact as mx.exp, which takes five times as long on a CPU device; in float32 there it ends at 2^-126 instead of zero."""
     if a.dtype != mx.float32 or not quantized.on_cpu():

@@ -2,8 +2,12 @@
 
 Equals, with k and v repeated for the H/K query heads that share them and `seen` the causal (and sliding-window) mask:
 
-    P = softmax(scale * q @ k.T, where seen)          # [B, H, T, T]
+    S = scale * q @ k.T                               # [B, H, T, T]
+    S = cap * tanh(S / cap)                           # with a cap (Gemma 2, arXiv 2408.00118, sec. 2)
+    P = softmax(S, where seen)                        # with sinks: exp(S) / (sum(exp(S)) + exp(sink)) (Xiao et al., arXiv 2309.17453)
     o = P @ v                                         # [B, H, T, d]
+
+A sink is one more logit of each head, which every query sees and which has no value (gpt-oss); it is frozen.
 
 Saved for backward: q, k, v. Recomputed: P, one block of query rows at a time; neither P nor the mask exists whole, and a block touches only
 the keys that it sees. The query heads of a group are folded into rows, so keys and values are never repeated. Softmax is float32.
@@ -17,25 +21,43 @@ from mesp_mlx.memory import tiles
 from mesp_mlx.ops import arrays, quantized
 
 
-def forward(q: mx.array, k: mx.array, v: mx.array, scale: float, window: int | None = None, tile: int | None = None) -> mx.array:
-    """q [B, H, T, d], k and v [B, K, T, d] -> o [B, H, T, d]. A window is the number of keys a query sees, itself included."""
-    if window is None and not quantized.on_cpu():
-        return mx.fast.scaled_dot_product_attention(q, k, v, scale=scale, mask="causal")
+def forward(
+    q: mx.array,
+    k: mx.array,
+    v: mx.array,
+    scale: float,
+    window: int | None = None,
+    tile: int | None = None,
+    cap: float | None = None,
+    sinks: mx.array | None = None,
+) -> mx.array:
+    """q [B, H, T, d], k and v [B, K, T, d], sinks [H] -> o [B, H, T, d]. A window is the number of keys a query sees, itself included."""
+    if window is None and cap is None and not quantized.on_cpu():
+        return mx.fast.scaled_dot_product_attention(q, k, v, scale=scale, mask="causal", sinks=None if sinks is None else sinks.astype(q.dtype))
     pieces: list[mx.array] = []
     for i, j, first in _blocks(q.shape, window, tile):
         rows = _fold(scale * _after(q, pieces[-1:])[:, :, i:j], k.shape[1])
-        p = _probabilities(rows, k[:, :, first:j], i, j, first, window)
+        p = _probabilities(_scores(rows, k[:, :, first:j], cap), i, j, first, window, sinks)
         o = p.astype(v.dtype) @ v[:, :, first:j]  # [B,K,G*n,S] @ [B,K,S,d] -> [B,K,G*n,d]
         pieces.append(_unfold(o, q.shape[1]))
     return pieces[0] if len(pieces) == 1 else mx.concatenate(pieces, axis=2)
 
 
 def backward(
-    q: mx.array, k: mx.array, v: mx.array, scale: float, do: mx.array, window: int | None = None, tile: int | None = None
+    q: mx.array,
+    k: mx.array,
+    v: mx.array,
+    scale: float,
+    do: mx.array,
+    window: int | None = None,
+    tile: int | None = None,
+    cap: float | None = None,
+    sinks: mx.array | None = None,
 ) -> tuple[mx.array, mx.array, mx.array]:
     """(dq [B, H, T, d], dk and dv [B, K, T, d]), given do [B, H, T, d]. The query heads that share a key head sum into it.
 
     With dP = do vᵀ and dS = P (dP - rowsum(dP P)):  dv = Pᵀ do, dq = scale dS k, dk = scale dSᵀ q.
+    Sinks change P alone, because they have no value; a cap multiplies dS by its derivative, 1 - (S / cap)².
     """
     heads = k.shape[1]
     dq: list[mx.array] = []
@@ -44,18 +66,29 @@ def backward(
         keys, values = k[:, :, first:j], v[:, :, first:j]
         rows = _fold(scale * _after(q, [*dq[-1:], *dk.last, *dv.last])[:, :, i:j], heads)
         do_rows = _fold(do[:, :, i:j], heads)
-        p = _probabilities(rows, keys, i, j, first, window)
+        scores = _scores(rows, keys, cap)
+        p = _probabilities(scores, i, j, first, window, sinks)
         dv.add(p.astype(v.dtype).swapaxes(-1, -2) @ do_rows, first)  # [B,K,S,G*n] @ [B,K,G*n,d] -> [B,K,S,d]
         dp = (do_rows @ values.swapaxes(-1, -2)).astype(mx.float32)  # [B,K,G*n,d] @ [B,K,d,S] -> [B,K,G*n,S]
-        ds = (p * (dp - arrays.row_sums(dp * p))).astype(q.dtype)
+        ds = p * (dp - arrays.row_sums(dp * p))
+        ds = (ds if cap is None else ds * (1 - mx.square(scores / cap))).astype(q.dtype)
         dq.append(_unfold(scale * (ds @ keys), q.shape[1]))  # [B,K,G*n,S] @ [B,K,S,d] -> [B,K,G*n,d]
         dk.add(ds.swapaxes(-1, -2) @ rows, first)  # scaled in rows: [B,K,S,G*n] @ [B,K,G*n,d] -> [B,K,S,d]
     return mx.concatenate(dq, axis=2), dk.total(), dv.total()
 
 
-def apply(q: mx.array, k: mx.array, v: mx.array, scale: float, window: int | None = None, tile: int | None = None) -> mx.array:
-    """`forward` as an ordinary MLX function whose gradient is `backward`."""
-    return _apply(q, k, v, scale, window, tile)
+def apply(
+    q: mx.array,
+    k: mx.array,
+    v: mx.array,
+    scale: float,
+    window: int | None = None,
+    tile: int | None = None,
+    cap: float | None = None,
+    sinks: mx.array | None = None,
+) -> mx.array:
+    """`forward` as an ordinary MLX function whose gradient is `backward`; the frozen sinks get zeros."""
+    return _apply(q, k, v, scale, window, tile, cap, sinks)
 
 
 class _Sum:
@@ -111,15 +144,26 @@ def _unfold(rows: mx.array, heads: int) -> mx.array:
     return rows.reshape(batch, heads, -1, width)
 
 
-def _probabilities(rows: mx.array, keys: mx.array, i: int, j: int, first: int, window: int | None) -> mx.array:
-    """softmax of the scores of query rows i to j (scaled) against keys first to j, in float32: [B, K, G*n, S]."""
+def _scores(rows: mx.array, keys: mx.array, cap: float | None) -> mx.array:
+    """Of query rows (scaled) against keys, capped, in float32: [B, K, G*n, S]."""
     scores = (rows @ keys.swapaxes(-1, -2)).astype(mx.float32)  # [B,K,G*n,d] @ [B,K,d,S] -> [B,K,G*n,S]
+    return scores if cap is None else cap * mx.tanh(scores / cap)
+
+
+def _probabilities(scores: mx.array, i: int, j: int, first: int, window: int | None, sinks: mx.array | None) -> mx.array:
+    """softmax of the scores of query rows i to j against keys first to j, beside the sinks: [B, K, G*n, S]."""
     row, key = mx.arange(i, j)[:, None], mx.arange(first, j)[None]
     seen = key <= row if window is None else (key <= row) & (key > row - window)
     batch, heads, _, width = scores.shape
     masked = (scores.reshape(batch, heads, -1, j - i, width) + mx.where(seen, 0.0, -mx.inf)).reshape(scores.shape)
-    p = arrays.exp(masked - mx.max(masked, axis=-1, keepdims=True))
-    return p / arrays.row_sums(p)
+    top = mx.max(masked, axis=-1, keepdims=True)
+    if sinks is None:
+        p = arrays.exp(masked - top)
+        return p / arrays.row_sums(p)
+    sink = mx.repeat(sinks.astype(mx.float32).reshape(heads, -1), j - i, axis=1)[None, :, :, None]  # [1, K, G*n, 1]
+    top = mx.maximum(top, sink)
+    p = arrays.exp(masked - top)
+    return p / (arrays.row_sums(p) + mx.exp(sink - top))
 
 
 _apply: Any = mx.custom_function(forward)
@@ -127,5 +171,5 @@ _apply: Any = mx.custom_function(forward)
 
 @_apply.vjp
 def _(primals: Any, do: mx.array, _o: mx.array) -> Any:
-    q, k, v, scale, window, tile = primals
-    return *backward(q, k, v, scale, do, window, tile), scale, window, tile
+    q, k, v, scale, window, tile, cap, sinks = primals
+    return *backward(q, k, v, scale, do, window, tile, cap, sinks), scale, window, tile, cap, None if sinks is None else mx.zeros_like(sinks)

@@ -1,10 +1,18 @@
-"""Frozen linears, dense or in MLX's affine quantisation, and products with them.
+"""Frozen linears, dense or in one of MLX's quantisations, and products with them.
 
 A linear is the parameters of MLX's Linear or QuantizedLinear as a dict: `weight` [out, in], or `weight` packed
 [out, in*bits/32] uint32 with `scales` and `biases` [out, in/group_size] and the integers `bits` and `group_size`;
 and `bias` [out] if it has one. The weight it stands for is
 
     W[o, i] = scales[o, i // group_size] * code[o, i] + biases[o, i // group_size]
+
+That is the mode "affine". The others have no biases; both numbers of a product are small floats, codes of the bits in brackets (OCP Microscaling
+Formats 1.0), and `mode` names them. Every weight is exact in bfloat16, but for a global scale.
+
+    mode     code           scale, uint8    group_size    global_scale
+    mxfp4    e2m1 (4)       e8m0            32
+    mxfp8    e4m3 (8)       e8m0            32
+    nvfp4    e2m1 (4)       e4m3            16            optional: a float32 scalar G, and all scales are times G / (6 * 448)
 
 A GPU multiplies by packed weights (mx.quantized_matmul). On a CPU device that kernel is scalar code, so a tile of rows is
 dequantised, in the dtype of the activations, and an ordinary product follows; tiles wait for one another, so that only
@@ -16,10 +24,14 @@ import math
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 
 from mesp_mlx.memory import tiles
 
 Linear = dict[str, Any]
+E2M1 = np.array([sign * size for sign in (1, -1) for size in (0, 0.5, 1, 1.5, 2, 3, 4, 6)], np.float32)
+E2M1_PAIRS = np.stack([np.tile(E2M1, 16), np.repeat(E2M1, 16)], axis=-1)  # [256, 2]: the two that a byte holds, the lower bits first
+GLOBAL = 6 * 448  # the largest e2m1 times the largest e4m3: what nvfp4's global scale is the largest weight of
 
 
 def on_cpu() -> bool:
@@ -37,6 +49,8 @@ def dequantize(linear: Linear, dtype: mx.Dtype) -> mx.array:
     """The weight [out, in] in dtype, computed in it."""
     if "scales" not in linear:
         return linear["weight"].astype(dtype)
+    if _mode(linear) != "affine":
+        return _floats(linear, dtype)
     scales, biases = linear["scales"].astype(dtype), linear["biases"].astype(dtype)
     if not on_cpu():
         return mx.dequantize(linear["weight"], scales, biases, group_size=linear["group_size"], bits=linear["bits"])
@@ -46,14 +60,14 @@ def dequantize(linear: Linear, dtype: mx.Dtype) -> mx.array:
 
 
 def quantize(weight: mx.array, bits: int, group_size: int) -> Linear:
-    """The linear of a dense weight [out, in], in a multiple of group_size."""
+    """The affine linear of a dense weight [out, in], in a multiple of group_size."""
     packed, scales, biases = mx.quantize(weight, group_size=group_size, bits=bits)
     return {"weight": packed, "scales": scales, "biases": biases, "bits": bits, "group_size": group_size}
 
 
 def rows(linear: Linear, i: int, j: int) -> Linear:
     """Rows i to j: a linear with j - i outputs."""
-    return {name: value[i:j] if isinstance(value, mx.array) else value for name, value in linear.items()}
+    return {name: value[i:j] if _has_rows(value) else value for name, value in linear.items()}
 
 
 def columns(linear: Linear, i: int, j: int) -> Linear:
@@ -61,7 +75,7 @@ def columns(linear: Linear, i: int, j: int) -> Linear:
     if "scales" not in linear:
         return {"weight": linear["weight"][:, i:j]}
     bits, group = linear["bits"], linear["group_size"]
-    parts = {name: linear[name][:, i // group : j // group] for name in ("scales", "biases")}
+    parts = {name: linear[name][:, i // group : j // group] for name in ("scales", "biases") if name in linear}
     return {**linear_without_bias(linear), **parts, "weight": linear["weight"][:, i * bits // 32 : j * bits // 32]}
 
 
@@ -72,7 +86,7 @@ def linear_without_bias(linear: Linear) -> Linear:
 
 def take(linear: Linear, index: mx.array) -> Linear:
     """Rows at integer index [n], a linear with n outputs: embeddings, and the targets' rows of a head."""
-    return {name: mx.take(value, index, axis=0) if isinstance(value, mx.array) else value for name, value in linear.items()}
+    return {name: mx.take(value, index, axis=0) if _has_rows(value) else value for name, value in linear.items()}
 
 
 def unpacked(linear: Linear, dtype: mx.Dtype) -> Linear:
@@ -138,9 +152,35 @@ def _codes(packed: mx.array, bits: int) -> mx.array:
     return mx.stack(codes, axis=-1)
 
 
+def _floats(linear: Linear, dtype: mx.Dtype) -> mx.array:
+    """`dequantize` of the modes that are not affine."""
+    mode, group, scale = _mode(linear), linear["group_size"], linear.get("global_scale")
+    if not on_cpu():
+        return mx.dequantize(linear["weight"], linear["scales"], None, group, linear["bits"], mode, scale, dtype)
+    # As for affine codes: mx.dequantize takes twice the time and the memory here.
+    packed = linear["weight"].view(mx.uint8)
+    codes = mx.from_fp8(packed, dtype) if mode == "mxfp8" else mx.take(mx.array(E2M1_PAIRS).astype(dtype), packed, axis=0)
+    if mode == "nvfp4":
+        scales = mx.from_fp8(linear["scales"], dtype if scale is None else mx.float32)
+    else:  # a float32's bits, of which the exponent is the scale's code; 0 is 2^-127, which only a fraction expresses
+        scales = mx.maximum(linear["scales"].astype(mx.uint32) << 23, 1 << 22).view(mx.float32).astype(dtype)
+    if scale is not None:
+        scales = (scales * (scale / GLOBAL)).astype(dtype)
+    return (codes.reshape(*scales.shape, group) * scales[..., None]).reshape(shape(linear))
+
+
 def _quantized_matmul(x: mx.array, linear: Linear, transpose: bool) -> mx.array:
-    bits, group = linear["bits"], linear["group_size"]
-    return mx.quantized_matmul(x, linear["weight"], linear["scales"], linear["biases"], transpose=transpose, group_size=group, bits=bits).astype(x.dtype)
+    bits, group, scale = linear["bits"], linear["group_size"], linear.get("global_scale")
+    y = mx.quantized_matmul(x, linear["weight"], linear["scales"], linear.get("biases"), transpose, group, bits, _mode(linear))
+    return (y if scale is None else y * (scale / GLOBAL)).astype(x.dtype)
+
+
+def _mode(linear: Linear) -> str:
+    return linear.get("mode", "affine")
+
+
+def _has_rows(value: Any) -> bool:
+    return isinstance(value, mx.array) and value.ndim > 0
 
 
 def _tiles(linear: Linear, dtype: mx.Dtype, tile_bytes: int | None) -> list[tuple[int, int]]:

@@ -3,6 +3,40 @@
 Everything is computed in the dtype of the activations: float32 in a run, float64 in gradient checks.
 """
 
-from mesp_mlx.reference import arrays, attention, buffers, cross_entropy, dropout, gated_mlp, lora_linear, plain, quantized, random, rms_norm, rope
+from mesp_mlx.reference import (
+    activations,
+    arrays,
+    attention,
+    buffers,
+    cross_entropy,
+    dropout,
+    experts,
+    gated_mlp,
+    layer_norm,
+    lora_linear,
+    mlp,
+    plain,
+    quantized,
+    random,
+    rms_norm,
+    rope,
+)
 
-__all__ = ["arrays", "attention", "buffers", "cross_entropy", "dropout", "gated_mlp", "lora_linear", "plain", "quantized", "random", "rms_norm", "rope"]
+__all__ = [
+    "activations",
+    "arrays",
+    "attention",
+    "buffers",
+    "cross_entropy",
+    "dropout",
+    "experts",
+    "gated_mlp",
+    "layer_norm",
+    "lora_linear",
+    "mlp",
+    "plain",
+    "quantized",
+    "random",
+    "rms_norm",
+    "rope",
+]

@@ -56,6 +56,18 @@ def scatter_rows(values: np.ndarray, index: np.ndarray, n_rows: int) -> np.ndarr
     return out
 
 
+def add_rows(total: np.ndarray, values: np.ndarray, index: np.ndarray) -> np.ndarray:
+    """Total [N, ...] with values [n, ...] added to its rows at distinct integer index [n]: in place."""
+    total[index] += values
+    return total
+
+
+def set_row(total: np.ndarray, row: int, values: np.ndarray) -> np.ndarray:
+    """Total [N, ...] with values [...] as its row: in place."""
+    total[row] = values
+    return total
+
+
 def sum_squares(a: np.ndarray) -> float:
     """The sum of squares as a Python float, accumulated by pairs."""
     return float(np.sum(np.square(a)))

@@ -1,20 +1,17 @@
-"""SwiGLU or GeGLU MLP with low-rank adapters, over tiles of its width F: the twin of `mesp_mlx.ops.gated_mlp`.
+"""Gated MLP (SwiGLU, GeGLU) with low-rank adapters, over tiles of its width F: the twin of `mesp_mlx.ops.gated_mlp`.
 
-g, u = gate(x), up(x);  z = phi(g) * u;  y = down(z)          # each a lora_linear
+g, u = gate(x), up(x);  z = phi(g) * u;  y = down(z)          # each a lora_linear; without a gate (None) z = phi(u)
 """
-
-import math
-from typing import Literal
 
 import numpy as np
 
 from mesp_mlx.memory import tiles
 from mesp_mlx.reference import quantized
+from mesp_mlx.reference.activations import Activation, activate, activate_with_slope, factor, through_factor
 from mesp_mlx.reference.lora_linear import Dropout, Pair, drop
 from mesp_mlx.reference.quantized import Linear
 
 NAMES = ("gate", "up", "down")
-Activation = Literal["silu", "gelu"]
 Loras = dict[str, Pair | None]
 Dropouts = dict[str, Dropout | None] | None
 Kept = dict[str, np.ndarray]
@@ -22,7 +19,7 @@ Kept = dict[str, np.ndarray]
 
 def forward(
     x: np.ndarray,
-    gate: Linear,
+    gate: Linear | None,
     up: Linear,
     down: Linear,
     lora: Loras,
@@ -38,21 +35,23 @@ def forward(
     """
     flat = x.reshape(-1, x.shape[-1])
     drops = _flat(dropout)
-    hidden = {name: scale * (drop(flat, drops[name]) @ pair[0]) for name in ("gate", "up") if (pair := lora[name])}
+    inner = {"up": up} if gate is None else {"gate": gate, "up": up}
+    hidden = {name: scale * (drop(flat, drops[name]) @ pair[0]) for name in inner if (pair := lora[name])}
     down_pair = lora["down"]
     y = np.zeros(flat.shape, x.dtype)
     if kept is not None:
-        kept.update({name: np.empty((len(flat), quantized.shape(gate)[0]), x.dtype) for name in ("gate", "up")})
+        kept.update({name: np.empty((len(flat), quantized.shape(up)[0]), x.dtype) for name in inner})
     h_down = np.zeros((len(flat), down_pair[0].shape[1]), x.dtype) if down_pair else None
-    for i, j in _tiles(flat, gate, tile):
-        g, u = (
-            _project(flat, quantized.unpacked(quantized.rows(linear, i, j), x.dtype), lora[name], hidden.get(name), i, j)
-            for name, linear in (("gate", gate), ("up", up))
+    for i, j in _tiles(flat, up, tile):
+        g, *u = (
+            _project(flat, quantized.unpacked(quantized.rows(linear, i, j), x.dtype), lora[name], hidden.get(name), i, j) for name, linear in inner.items()
         )
         if kept is not None:
-            kept["gate"][:, i:j], kept["up"][:, i:j] = g, u
-        z = _activate(g, activation)
-        z *= u
+            for name, output in zip(inner, (g, *u), strict=True):
+                kept[name][:, i:j] = output
+        z = activate(g, activation)
+        if u:
+            z *= factor(u[0], activation)
         y += quantized.matmul(z, quantized.columns(down, i, j))
         if down_pair and h_down is not None:
             h_down += drop(z, _part(drops["down"], i, j)) @ down_pair[0][i:j]
@@ -65,7 +64,7 @@ def forward(
 
 def backward(
     x: np.ndarray,
-    gate: Linear,
+    gate: Linear | None,
     up: Linear,
     down: Linear,
     lora: Loras,
@@ -84,52 +83,81 @@ def backward(
         dz = dy W_down + dropoutᵀ(dh_down A_downᵀ);  du = dz phi(g);  dg = dz u phi'(g)
         dA_down = z̃ᵀ dh_down;  dB_down = scale (sum over tiles of z̃ A_down)ᵀ dy
     """
+    dx, grads, _ = weighted_backward(x, None, gate, up, down, lora, scale, dy, dropout, activation, tile, need_dx, kept)
+    return dx, grads
+
+
+def weighted_backward(
+    x: np.ndarray,
+    p: np.ndarray | None,
+    gate: Linear | None,
+    up: Linear,
+    down: Linear,
+    lora: Loras,
+    scale: float,
+    dy: np.ndarray,
+    dropout: Dropouts = None,
+    activation: Activation = "silu",
+    tile: int | None = None,
+    need_dx: bool = True,
+    kept: Kept | None = None,
+) -> tuple[np.ndarray | None, Loras, np.ndarray | None]:
+    """`backward` of p * MLP(x), where each row has its own p [N] (None: 1): (dx, adapters' gradients, dp [N] or None).
+
+    With dz as if p were 1, dp = rowsum(z dz) + dy · bias_down: no product with W_down is needed but the one of dz. Then dz, dh_down and z̃ A_down are times p.
+    """
     flat, dy_flat = x.reshape(-1, x.shape[-1]), dy.reshape(-1, x.shape[-1])
     drops = _flat(dropout)
-    dropped = {name: drop(flat, drops[name]) for name in ("gate", "up") if lora[name]}
+    inner = {"up": up} if gate is None else {"gate": gate, "up": up}
+    dropped = {name: drop(flat, drops[name]) for name in inner if lora[name]}
     hidden = {name: scale * (dropped[name] @ pair[0]) for name in dropped if (pair := lora[name])}  # [N,D] @ [D,R] -> [N,R]
     grads: Loras = {name: pair and (np.empty(pair[0].shape, x.dtype), np.empty(pair[1].shape, x.dtype)) for name, pair in lora.items()}
     dh = {name: np.zeros_like(h) for name, h in hidden.items()}
     if pair := lora["down"]:
         dh["down"] = scale * (dy_flat @ pair[1].T)  # [N,D] @ [D,R] -> [N,R]
         hidden["down"] = np.zeros_like(dh["down"])
+    by_row, dp = None if p is None else p[:, None].astype(x.dtype), None if p is None else np.zeros(len(flat), x.dtype)
     dx = np.zeros(flat.shape, x.dtype) if need_dx else None
-    for i, j in _tiles(flat, gate, tile):
-        needed = {"gate": gate, "up": up} if need_dx or not kept else {}
+    for i, j in _tiles(flat, up, tile):
+        needed = inner if need_dx or not kept else {}
         weights = {name: quantized.unpacked(quantized.rows(linear, i, j), x.dtype) for name, linear in needed.items()}
-        if kept:
-            g, u = (kept[name][:, i:j] for name in ("gate", "up"))
-        else:
-            g, u = (_project(flat, weights[name], lora[name], hidden.get(name), i, j) for name in ("gate", "up"))
-        phi, slope = _activate_with_slope(g, activation)
+        g, *u = (kept[name][:, i:j] if kept else _project(flat, weights[name], lora[name], hidden.get(name), i, j) for name in inner)
+        others = factor(u[0], activation) if u else None
+        phi, slope = activate_with_slope(g, activation)
         dz = quantized.matmul_transposed(dy_flat, quantized.columns(down, i, j))  # [N,D] @ [D,f] -> [N,f]
         if (pair := lora["down"]) and (grad := grads["down"]):
             part, a = _part(drops["down"], i, j), pair[0][i:j]
-            z = drop(phi * u, part)
+            z = drop(phi if others is None else phi * others, part)
             hidden["down"] += scale * (z @ a)  # [N,f] @ [f,R] -> [N,R]
-            np.matmul(z.T, dh["down"], out=grad[0][i:j])  # [f,N] @ [N,R] -> [f,R]
+            np.matmul(z.T, dh["down"] if by_row is None else by_row * dh["down"], out=grad[0][i:j])  # [f,N] @ [N,R] -> [f,R]
             dz += drop(dh["down"] @ a.T, part)  # [N,R] @ [R,f] -> [N,f]
+        if by_row is not None and dp is not None:
+            dp += np.einsum("nf,nf->n", dz, phi if others is None else phi * others)
+            dz *= by_row
         slope *= dz
-        slope *= u
-        phi *= dz
-        for name, d in (("gate", slope), ("up", phi)):
+        if others is not None:
+            slope *= others
+            phi *= dz
+        for name, d in zip(inner, (slope, through_factor(phi, u[0], activation)) if u else (slope,), strict=True):
             if (pair := lora[name]) and (grad := grads[name]):
                 np.matmul(hidden[name].T, d, out=grad[1][:, i:j])  # [R,N] @ [N,f] -> [R,f]
                 dh[name] += scale * (d @ pair[1][:, i:j].T)  # [N,f] @ [f,R] -> [N,R]
             if dx is not None:
                 dx += d @ weights[name]["weight"]  # [N,f] @ [f,D] -> [N,D]
     if grad := grads["down"]:
-        np.matmul(hidden["down"].T, dy_flat, out=grad[1])  # [R,N] @ [N,D] -> [R,D]
+        np.matmul((hidden["down"] if by_row is None else by_row * hidden["down"]).T, dy_flat, out=grad[1])  # [R,N] @ [N,D] -> [R,D]
     for name in dropped:
         if (pair := lora[name]) and (grad := grads[name]):
             np.matmul(dropped[name].T, dh[name], out=grad[0])  # [D,N] @ [N,R] -> [D,R]
             if dx is not None:
                 dx += drop(dh[name] @ pair[0].T, drops[name])  # [N,R] @ [R,D] -> [N,D]
-    return None if dx is None else dx.reshape(x.shape), grads
+    if dp is not None and "bias" in down:
+        dp += dy_flat @ down["bias"]
+    return None if dx is None else dx.reshape(x.shape), grads, dp
 
 
-def _tiles(flat: np.ndarray, gate: Linear, tile: int | None) -> list[tuple[int, int]]:
-    width, _ = quantized.shape(gate)
+def _tiles(flat: np.ndarray, up: Linear, tile: int | None) -> list[tuple[int, int]]:
+    width, _ = quantized.shape(up)
     tile = tile or tiles.width_tile(*flat.shape)
     return [(i, min(i + tile, width)) for i in range(0, width, tile)]
 
@@ -150,47 +178,3 @@ def _flat(dropout: Dropouts) -> dict[str, Dropout | None]:
 
 def _part(dropout: Dropout | None, i: int, j: int) -> Dropout | None:
     return dropout and (dropout[0][:, i:j], dropout[1])
-
-
-def _sigmoid(g: np.ndarray) -> np.ndarray:
-    """By tanh, which doesn't overflow."""
-    s = g * 0.5
-    np.tanh(s, out=s)
-    s += 1
-    s *= 0.5
-    return s
-
-
-def _gelu_tanh(g: np.ndarray) -> np.ndarray:
-    """tanh(sqrt(2/pi) (g + 0.044715 g³))."""
-    t = g * g
-    t *= 0.044715
-    t += 1
-    t *= g
-    t *= math.sqrt(2 / math.pi)
-    return np.tanh(t, out=t)
-
-
-def _activate(g: np.ndarray, activation: Activation) -> np.ndarray:
-    if activation == "silu":
-        s = _sigmoid(g)
-    else:
-        s = _gelu_tanh(g)
-        s += 1
-        s *= 0.5
-    s *= g
-    return s
-
-
-def _activate_with_slope(g: np.ndarray, activation: Activation) -> tuple[np.ndarray, np.ndarray]:
-    """phi(g) and phi'(g)."""
-    if activation == "silu":
-        slope = _sigmoid(g)
-        phi = g * slope
-        s = 1 - slope
-        s *= phi
-        slope += s  # s + phi (1 - s)
-        return phi, slope
-    t = _gelu_tanh(g)
-    half = 0.5 * (1 + t)
-    return g * half, half + 0.5 * math.sqrt(2 / math.pi) * g * (1 - t * t) * (1 + 3 * 0.044715 * g * g)

@@ -7,7 +7,7 @@ Only the main thread touches the backend; the reader fills bytes.
 import os
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,11 +16,9 @@ from typing import Any, Protocol, Self
 
 import numpy as np
 
-from mesp_mlx.model.spec import ModelSpec
+from mesp_mlx.model.spec import Spec
 from mesp_mlx.stream.run_file import drop_from_cache, keep_out_of_cache
 from mesp_mlx.stream.safetensors import Entry, open_to_read, read_run
-
-PARAMETERS = ("weight", "scales", "biases", "bias")
 
 
 class Reads(Protocol):
@@ -54,13 +52,15 @@ class Weights:
     """The frozen weights of one open stage.
 
     `w[module]` is the module's parameters as MLX names them: `{"weight": …}`, with `"scales", "biases", "bits", "group_size"` when quantised,
-    and `"bias"` when it has one. `w.take` and `w.tiles` read rows of a table that is never whole in memory, unless the stage is resident:
-    then `w.tiles` reads it once, whole, and both cut rows from that.
+    `"bias"` when it has one, and whatever else stands in it directly. `w.take` and `w.tiles` read rows of a table that is never whole in memory, unless
+    the stage is resident: then `w.tiles` reads it once, whole, and both cut rows from that. `w.each` reads stacked linears one by one; a resident stage
+    keeps those it has read.
     """
 
     def __init__(self, store: "Store", modules: dict[str, dict[str, Any]], resident: bool = False):
         self._store, self._modules, self._resident = store, modules, resident
         self._tables: dict[str, dict[str, Any]] = {}
+        self._stacked: dict[int, list[dict[str, Any]]] = {}
 
     def __getitem__(self, module: str) -> dict[str, Any]:
         return self._modules[module]
@@ -92,9 +92,31 @@ class Weights:
             yield first, tile
             del tile
 
+    def each(self, modules: Sequence[str], places: Sequence[int]) -> Iterator[tuple[int, list[dict[str, Any]]]]:
+        """Of modules that stack linears (weights [E, out, in]), those at some places, as (place, each module's linear); the next is read meanwhile."""
+        missing = deque(place for place in places if place not in self._stacked)
+
+        def start() -> _Loading | None:
+            return self._store.start({module: [(missing[0], missing[0] + 1)] for module in modules}) if missing else None
+
+        loading = start()
+        for place in places:
+            found = self._stacked.get(place)
+            if found is None:
+                assert loading is not None
+                read = self._store.wait(loading)
+                found = [_by_rows(read.pop(module), lambda array: array[0]) for module in modules]
+                if self._resident:
+                    self._stacked[place] = found
+                missing.popleft()
+                loading = start()
+            yield place, found
+            del found
+
     def close(self) -> None:
         self._modules.clear()
         self._tables.clear()
+        self._stacked.clear()
 
 
 class Store:
@@ -121,7 +143,7 @@ class Store:
     def __init__(
         self,
         entries: Mapping[str, Entry],
-        spec: ModelSpec,
+        spec: Spec,
         backend: Any,
         resident: Container[str] = (),
         prefetch: int = 1,
@@ -134,6 +156,10 @@ class Store:
         self.read_seconds = self.waited_seconds = 0.0
         self.backend = backend
         self._entries, self._spec = entries, spec
+        self._parameters: dict[str, dict[str, Entry]] = {}  # of each module, those that stand in it directly
+        for name, entry in entries.items():
+            module, _, parameter = name.rpartition(".")
+            self._parameters.setdefault(module, {})[parameter] = entry
         self._prefetch, self._hold, self._watch, self._bypass = prefetch, hold, watch, bypass_cache
         self._descriptors: dict[Path, int] = {}
         self._resident = resident
@@ -204,12 +230,9 @@ class Store:
         jobs: list[tuple[Entry, memoryview]] = []
         for module, runs in wanted.items():
             buffers[module] = {}
-            for parameter in PARAMETERS:
-                entry = self._entries.get(f"{module}.{parameter}")
-                if entry is None:
-                    continue
-                parts = [entry] if runs is None else [entry.rows(first, last) for first, last in runs]
-                shape = entry.shape if runs is None else (sum(part.shape[0] for part in parts), *entry.shape[1:])
+            for parameter, entry in self._parameters.get(module, {}).items():
+                parts = [entry] if runs is None or not entry.shape else [entry.rows(first, last) for first, last in runs]
+                shape = entry.shape if runs is None or not entry.shape else (sum(part.shape[0] for part in parts), *entry.shape[1:])
                 array, target = self.backend.buffers.allocate(shape, entry.dtype)
                 buffers[module][parameter] = array, entry
                 offset = 0
@@ -230,7 +253,7 @@ class Store:
         for module, parameters in loading.buffers.items():
             modules[module] = {name: self.backend.buffers.finish(array, entry.dtype) for name, (array, entry) in parameters.items()}
             if "scales" in parameters and (quantized := self._spec.quantized_as(module)):
-                modules[module]["bits"], modules[module]["group_size"] = quantized
+                modules[module] |= {name: value for name, value in quantized._asdict().items() if value != "affine"}
         loading.buffers.clear()
         return modules
 
@@ -287,7 +310,7 @@ class Store:
 
 def _by_rows(linear: dict[str, Any], cut: Callable[[Any], Any]) -> dict[str, Any]:
     """A linear with rows cut from each of its arrays."""
-    return {name: value if isinstance(value, int) else cut(value) for name, value in linear.items()}
+    return {name: value if isinstance(value, int | str) else cut(value) for name, value in linear.items()}
 
 
 def _runs(jobs: list[tuple[Entry, memoryview]]) -> list[list[tuple[Entry, memoryview]]]:

@@ -33,7 +33,7 @@ def run(names: Sequence[str], json_file: str | None = None, markdown: bool = Fal
         KeyboardInterrupt: it was interrupted.
     """
     if not has_mlx_lm():
-        raise UserError(f"architectures are tried on MLX, through mlx-lm, and they are not both installed here. {INSTALL}, with MLX.")
+        raise UserError(f"architectures are tried on MLX, through mlx-lm, and they are not both installed here. Install them: {INSTALL}.")
     if json_file and not Path(json_file).absolute().parent.is_dir():
         raise UserError(f"--json {json_file}: its folder does not exist. Make it, or choose another file.")
     console = report.console()

@@ -61,16 +61,17 @@ if TYPE_CHECKING:
     from mesp_mlx.model.generic import GenericSpec
 
 B_SHARE = 0.1  # of A's size, for B
+LAYERS = 2  # the first so many are compared with float64
 ARRAYS_OF_A_LAYER = 60  # of the model's width, for each position, that a graph keeps
 
 
-def run(flags: dict[str, Any], seq: int, layers: int, json_file: str | None = None, dtype: str | None = None) -> int:
+def run(flags: dict[str, Any], seq: int, layers: int | None, json_file: str | None = None, dtype: str | None = None) -> int:
     """Compare, print, and give 0 if the gradients are exact, else 1.
 
     Args:
         flags: finetune's: model, data (None: random tokens), rank, backend, quantize, seed.
         seq: tokens of the row.
-        layers: the first so many are compared with float64 too.
+        layers: the first so many are compared with float64 too, if not LAYERS.
         json_file: for the figures.
         dtype: of activations, one of FLOORS, if not the backend's own for the model.
 
@@ -102,9 +103,12 @@ def run(flags: dict[str, Any], seq: int, layers: int, json_file: str | None = No
         found, spec, entries = finetune.open_model(settings, arrays)
         if seq > spec.max_positions:
             raise UserError(f"--seq is {seq}, but the model was made for {spec.max_positions} positions. Lower it.")
+        structured = isinstance(spec, ModelSpec)
+        if not structured and (given := [flag for flag, value in {"--dtype": dtype, "--layers": layers}.items() if value is not None]):
+            raise UserError(f"{' and '.join(given)}: all layers of {spec.model_type} are compared with whole autodiff, in float32. Leave it out.")
         rank, seed = settings.lora_parameters.rank, settings.seed
         group = _data_row(settings, files, seq, spec, found.folder) if data else _random_row(spec, seq, seed)
-        activations = asked or backends.activation_dtype(arrays, backends.stored_dtype(entries))
+        activations = (asked or backends.activation_dtype(arrays, backends.stored_dtype(entries))) if structured else arrays.arrays.float32
         adapter = _random_adapter(spec, rank, seed)
         facts = {
             "model": found.name, "family": spec.model_type, "backend": arrays.arrays.name, "dtype": dtype_name(activations), "layers": spec.num_layers,
@@ -115,7 +119,7 @@ def run(flags: dict[str, Any], seq: int, layers: int, json_file: str | None = No
             subject = Subject(spec, entries, arrays, group, adapter)
             checks = _op_checks(subject, activations, seed)
             note(f"ops and stages of the first layer, and the head: {sum(check.passed for check in checks)} of {len(checks)} within their bounds")
-            comparisons = compare(subject, layers, activations, all(check.passed for check in checks), note)
+            comparisons = compare(subject, layers or LAYERS, activations, all(check.passed for check in checks), note)
         else:
             checks, comparisons = [], [_by_whole_autodiff(found.folder, spec, entries, arrays, group, adapter, rank, note)]
     line = verdict(checks, comparisons)

@@ -117,7 +117,7 @@ def check_gradients(
     model: Annotated[str, _flag("model")],
     data: Annotated[str | None, typer.Option(help="rows to compute the gradients of: a folder, a .jsonl file, or demo (default: random tokens)")] = None,
     seq: Annotated[int, typer.Option(min=8, help="tokens of the row")] = 64,
-    layers: Annotated[int, typer.Option(min=1, help="first layers that are also compared with NumPy in float64 (more than there are: all)")] = 2,
+    layers: Annotated[int | None, typer.Option(min=1, help="first layers also compared with NumPy in float64 (more than there are: all) [default: 2]")] = None,
     rank: Annotated[int, typer.Option(help="rank of the random adapter")] = 8,
     backend: Annotated[str, _flag("backend")] = "auto",
     quantize: Annotated[str, _flag("quantize")] = "4",

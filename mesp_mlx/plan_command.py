@@ -15,12 +15,12 @@ from mesp_mlx.data import formats
 from mesp_mlx.data.rows import Rows, read_rows
 from mesp_mlx.errors import UserError
 from mesp_mlx.interrupt import Interrupts
-from mesp_mlx.memory import choose, devices, machine
+from mesp_mlx.memory import choose, devices, machine, measure
 from mesp_mlx.memory import plan as plans
 from mesp_mlx.memory.choose import DoesNotFit
 from mesp_mlx.memory.devices import Device
 from mesp_mlx.memory.machine import Memory
-from mesp_mlx.memory.plan import Plan, Speeds
+from mesp_mlx.memory.plan import Plan, Speeds, Workload
 from mesp_mlx.model import source
 from mesp_mlx.model.shapes import SHAPES
 from mesp_mlx.model.spec import Spec
@@ -133,7 +133,7 @@ def _one(
     load = planning.shaped(settings, spec, modules, arrays.name, _itemsize(asked.dtype, arrays, spec), arrays.on_cpu, *counts)
     have = Memory(device.memory_bytes, device.limit_bytes, 0) if device else machine.memory()
     working = machine.working_set_bytes(arrays.name) if arrays.here and not arrays.on_cpu and not device else None
-    room = Room(settings.memory, have, BASE_BYTES[arrays.name], 0, working)
+    room = Room(settings.memory, have, _base_bytes(load), 0, working)
     fixed, why = settings.strategy.fixed, None
     try:
         plan = planning.within(room, load, fixed)
@@ -189,7 +189,7 @@ def _matrix(settings: Settings, asked: Asked, arrays: Arrays, models: list[str])
         modules = adapters.choose_modules(spec, settings.num_layers, settings.lora_parameters.keys)
         width, size = min(asked.seq or SEQ, spec.max_positions), _itemsize(asked.dtype, arrays, spec)
         load = planning.shaped(settings, spec, modules, arrays.name, size, arrays.on_cpu, settings.rows_per_update, width, None)
-        fixed, base = settings.strategy.fixed, BASE_BYTES[arrays.name]
+        fixed, base = settings.strategy.fixed, _base_bytes(load)
         least = planning.least_bytes(load, fixed, base)
         fastest = plans.make(load, replace(choose.fastest(load), **fixed), base).total_bytes
         verdicts = {device.name: devices.verdict(device, least) for device in devices.DEVICES}
@@ -211,6 +211,11 @@ def _arrays(name: str, elsewhere: bool) -> Arrays:
     except UserError:
         return Arrays("mlx", False, False)
     return Arrays(backend.arrays.name, backends.on_cpu(backend), not elsewhere)
+
+
+def _base_bytes(load: Workload) -> int:
+    """What a run's process takes before its first array. With mlx-lm in it, and its layers tried, that differs by model, and is what this process takes."""
+    return measure.process_now_bytes() if load.generic else BASE_BYTES[load.backend]
 
 
 def _itemsize(dtype: str | None, arrays: Arrays, spec: Spec) -> int:

@@ -7,13 +7,19 @@ from pathlib import Path
 import numpy as np
 import pytest
 from backends import needs_mlx
+from engines import SCALE, Gathered, autodiff_of_mlx_lm, random_adapter, random_group, worst_error
 from models import make_model, tiny_config
 
 from mesp_mlx import adapter as adapters
+from mesp_mlx import reference
+from mesp_mlx.engine.backprop import loss_and_gradients
 from mesp_mlx.errors import UserError
 from mesp_mlx.model import architecture, source
+from mesp_mlx.model.model import build
 from mesp_mlx.model.spec import ModelSpec, read_config
+from mesp_mlx.model.stages import Batch
 from mesp_mlx.stream.safetensors import Writer, read_array, read_folder
+from mesp_mlx.stream.store import Store
 
 EXPERTS = "deepseek_v2"  # a type without a structured family, whose sanitize stacks the experts of a checkpoint
 
@@ -81,6 +87,56 @@ def test_any_other_architecture_of_mlx_lm_is_generic(model_type):
     assert not isinstance(spec, ModelSpec) and spec.model_type == model_type and spec.num_layers >= 4 and spec.vocab_size == 160
 
 
+def with_head(folder, config):
+    """The folder with a head that its config may be silent about."""
+    head = np.random.default_rng(8).normal(scale=0.1, size=(160, 64)).astype(np.float32)
+    spec = architecture.open_spec(config, backend="numpy")
+    assert isinstance(spec, ModelSpec)
+    first = spec.names.norm + ".weight"
+    return rewritten(folder, lambda name, array: {name: array, **({f"{spec.names.head}.weight": head} if name == first else {})}, config)
+
+
+@needs_mlx
+@pytest.mark.parametrize("family", ["gemma3_text", "gemma3"])
+@pytest.mark.parametrize("said", [None, True])
+def test_gemma_3_has_the_head_that_its_tensors_have(tmp_path, family, said):
+    """As in mlx-lm, whatever the config says."""
+    config = {**tiny_config(family), "tie_word_embeddings": said}
+    folder = with_head(make_model(tmp_path / "model", config, bits=None), config)
+    spec, entries = architecture.open_folder(folder, "numpy")
+    assert isinstance(spec, ModelSpec) and not spec.tied and entries.keys() == spec.tensors().keys()
+    adapter, groups = random_adapter(folder), [random_group(160, [9, 4])]
+    want, gradients = autodiff_of_mlx_lm(folder, adapter, groups)
+    model, sink = build(spec, reference, SCALE), Gathered()
+    with Store(entries, spec, reference) as store:
+        loss = loss_and_gradients(model, store, adapter, [Batch(group) for group in groups], sink)
+    assert loss == pytest.approx(want, rel=1e-5) and worst_error(sink.gradients, gradients) <= 1e-4
+
+
+@needs_mlx
+def test_a_generic_model_without_a_head_of_its_own_has_the_one_that_mlx_lm_gives_it(tmp_path):
+    folder = rewritten(random_folder(tmp_path / "model", "recurrent_gemma"), lambda name, array: {} if name == "lm_head.weight" else {name: array})
+    spec, entries = architecture.open_folder(folder)
+    assert "lm_head.weight" not in spec.tensors() and spec.tensors().keys() == entries.keys() and spec.tied
+    modules = adapters.choose_modules(spec)
+    from mesp_mlx import ops
+
+    built = architecture.build(spec, entries, ops, SCALE, modules, 2)
+    adapter = {name: ops.arrays.asarray(np.full(shape, 0.01, np.float32)) for name, shape in adapters.shapes(spec, modules, 2).items()}
+    with Store(entries, spec, ops) as store:
+        assert np.isfinite(loss_and_gradients(built, store, adapter, [Batch(random_group(160, [9]))], Gathered()))
+
+
+def test_a_config_silent_about_its_head_is_settled_by_the_tensors(tmp_path):
+    config = tiny_config("llama", tie_word_embeddings=None)
+    folder = make_model(tmp_path / "model", config, bits=None)
+    assert architecture.open_folder(folder, "numpy")[0].tied
+    assert not architecture.open_folder(with_head(folder, config), "numpy")[0].tied
+    for said in (True, False):
+        (folder / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": said}))
+        assert architecture.open_folder(folder, "numpy")[0].tied == said
+
+
 @needs_mlx
 def test_a_family_with_a_feature_that_is_not_written_down_is_generic():
     scaling = {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [2.0] * 8, "original_max_position_embeddings": 64}
@@ -88,6 +144,12 @@ def test_a_family_with_a_feature_that_is_not_written_down_is_generic():
     assert "RoPE" in refusal(architecture.open_spec, config, backend="numpy")
     spec = architecture.open_spec(config)
     assert not isinstance(spec, ModelSpec) and spec.model_type == "llama"
+
+
+@needs_mlx
+def test_a_family_s_own_reason_is_said_where_mlx_lm_can_not_help():
+    said = refusal(architecture.open_spec, tiny_config("opt", do_layer_norm_before=False))
+    assert "'do_layer_norm_before' is False, served: True. Nor " in said and "'opt'" in said and "\n" not in said
 
 
 def test_numpy_refuses_what_only_mlx_lm_knows_and_names_both_ways_out():

@@ -99,6 +99,26 @@ def test_a_config_silent_about_tying_is_settled_by_the_tensors(tmp_path):
     assert read_config(made)["tie_word_embeddings"] is False and "lm_head.weight" in read_folder(made)
 
 
+@pytest.mark.parametrize("said", [{}, {"tie_word_embeddings": None}])
+def test_gemma_3_under_hugging_face_s_newer_names(tmp_path, said):
+    weights = write_hugging_face_folder(tmp_path / "older", "gemma3")
+    config = {name: value for name, value in read_config(tmp_path / "older").items() if name != "tie_word_embeddings"} | said
+    weights["language_model.lm_head.weight"] = np.ones((160, 64), np.float32)
+    newer = {name.replace("language_model.model.", "model.language_model.").replace("language_model.lm_head", "lm_head"): w for name, w in weights.items()}
+    newer |= {"model.vision_tower.embeddings.weight": np.ones((4, 64), np.float32), "model.multi_modal_projector.norm.weight": np.ones(64, np.float32)}
+    for folder in (tmp_path / "newer", tmp_path / "made"):
+        folder.mkdir()
+    (tmp_path / "newer" / "config.json").write_text(json.dumps(config))
+    with Writer(tmp_path / "newer" / "model.safetensors", {name: ("F32", array.shape) for name, array in newer.items()}, {"format": "pt"}) as writer:
+        for name, array in newer.items():
+            writer.write(name, array)
+    convert.quantize_folder(tmp_path / "newer", tmp_path / "made", quantize=False)
+    made = read_folder(tmp_path / "made")
+    assert made.keys() == weights.keys() and read_config(tmp_path / "made")["tie_word_embeddings"] is False
+    for name, array in weights.items():
+        np.testing.assert_array_equal(read_array(made[name]), array, err_msg=name)
+
+
 def test_only_tokenizer_files_come_along(tmp_path):
     write_folder(tmp_path / "source")
     (tmp_path / "source" / "additional_chat_templates").mkdir()

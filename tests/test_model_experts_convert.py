@@ -15,9 +15,9 @@ from mesp_mlx.stream.safetensors import Writer, from_float32, read_array, read_f
 SINGLES = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
 
 
-def write_folder(folder, family: str, missing: str = "") -> dict[str, np.ndarray]:
+def write_folder(folder, family: str, missing: str = "", cut: str = "") -> dict[str, np.ndarray]:
     """A folder as Hugging Face has it, and its tensors; widths that groups of 64 divide."""
-    own = config(family, **{"intermediate_size" if family == "mixtral" else "moe_intermediate_size": 64, "torch_dtype": "bfloat16"})
+    own = config(family, **{"moe_intermediate_size" if family == "qwen3_moe" else "intermediate_size": 64, "torch_dtype": "bfloat16"})
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(own))
     rng, tensors = np.random.default_rng(0), {}
@@ -30,13 +30,14 @@ def write_folder(folder, family: str, missing: str = "") -> dict[str, np.ndarray
         part = SINGLES[part.removesuffix(".weight")] + ".weight" if family == "mixtral" else part
         tensors |= {f"{block}.experts.{expert}.{part}": values[expert] for expert in range(shape[0])}
     tensors.pop(missing, None)
+    tensors |= {cut: tensors[cut][1:]} if cut else {}
     with Writer(folder / "model.safetensors", {name: ("BF16", value.shape) for name, value in tensors.items()}, {"format": "pt"}) as writer:
         for name, value in tensors.items():
             writer.write(name, value)
     return tensors
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral"])
+@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "olmoe"])
 def test_becomes_what_mlx_lm_makes_of_it(tmp_path, family):
     mx = pytest.importorskip("mlx.core")
     utils, tree_flatten = pytest.importorskip("mlx_lm.utils"), pytest.importorskip("mlx.utils").tree_flatten
@@ -64,8 +65,13 @@ def test_without_quantisation_experts_are_stacked_as_they_are(tmp_path):
     np.testing.assert_array_equal(up, np.stack([tensors[f"model.layers.1.mlp.experts.{expert}.up_proj.weight"] for expert in range(6)]))
 
 
-def test_a_missing_expert_is_an_error(tmp_path):
-    write_folder(tmp_path / "source", "qwen3_moe", missing="model.layers.0.mlp.experts.3.up_proj.weight")
+@pytest.mark.parametrize("change", ["missing", "cut"])
+@pytest.mark.parametrize(("family", "name"), [("qwen3_moe", "mlp.experts.3.up_proj"), ("mixtral", "block_sparse_moe.experts.0.w2")])
+def test_an_expert_that_is_missing_or_unlike_the_others_is_named(tmp_path, family, name, change):
+    name = f"model.layers.1.{name}.weight"
+    write_folder(tmp_path / "source", family, **{change: name})
     (tmp_path / "made").mkdir()
-    with pytest.raises(UserError, match=r"missing:\n  model.layers.0.mlp.switch_mlp.up_proj.weight"):
+    with pytest.raises(UserError) as refused:
         convert.quantize_folder(tmp_path / "source", tmp_path / "made")
+    experts = load_spec(read_config(tmp_path / "source")).experts[1]
+    assert experts and f"1 of {experts.count} experts' tensors are missing, or not BF16 [64, 64] as expected:\n  {name}\n" in str(refused.value)

@@ -58,6 +58,33 @@ def test_each_layer_s_positions():
     assert spec_of("gpt_neox").ropes[0] == Rope(4, 10000.0) and spec_of("glm4").ropes[0] == Rope(8, 10000.0, traditional=True)
 
 
+@pytest.mark.parametrize("family", ["gemma3_text", "olmo3"])
+def test_newer_configs_nest_the_positions_of_each_type_of_layer(family):
+    config = tiny_config(family)
+    scaled, local = config["rope_scaling"], config.get("rope_local_base_freq", config["rope_theta"])
+    kinds = {
+        "full_attention": {**scaled, "rope_theta": config["rope_theta"]},
+        "sliding_attention": {"rope_type": "default", "rope_theta": local},
+    }
+    nested = spec_of(family, rope_scaling=None, rope_theta=None, rope_local_base_freq=None, rope_parameters=kinds)
+    assert nested.ropes == load_spec(config).ropes and nested.ropes[0] != nested.ropes[1]
+    kinds["sliding_attention"]["rope_theta"] = 77.0
+    assert spec_of(family, rope_scaling=None, rope_theta=None, rope_local_base_freq=None, rope_parameters=kinds).ropes[0].base == 77.0
+    assert refusal(family, rope_parameters={**kinds, "sliding_attention": 3}) == "'sliding_attention' is 3, expected an object."
+
+
+@pytest.mark.parametrize("family", ["phi3", "glm4", "gpt_neox"])
+def test_newer_configs_nest_what_else_positions_need(family):
+    nested = {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.75}
+    assert spec_of(family, rope_theta=None, rotary_emb_base=None, rotary_pct=None, partial_rotary_factor=None, rope_parameters=nested).ropes == (
+        Rope(12, 500.0, traditional=family == "glm4"),
+    ) * 2  # fmt: skip
+    if family == "phi3":
+        longrope = {**LONG_ROPE, "partial_rotary_factor": 0.5, "rope_theta": 10000.0}
+        flat = spec_of(family, rope_scaling=LONG_ROPE, partial_rotary_factor=0.5, original_max_position_embeddings=32)
+        assert spec_of(family, rope_theta=None, rope_parameters={**longrope, "original_max_position_embeddings": 32}).ropes == flat.ropes
+
+
 def test_longrope_takes_the_long_factors_and_its_magnitude():
     rope = spec_of("phi3", partial_rotary_factor=0.5, rope_scaling=LONG_ROPE, original_max_position_embeddings=32).ropes[0]
     assert rope.wavelengths == tuple(factor * 10000.0 ** (i / 4) for i, factor in enumerate(LONG_ROPE["long_factor"]))
@@ -71,6 +98,8 @@ def test_scales_and_caps():
     assert (gemma2.attention_scale, gemma2.attention_cap, gemma2.logit_cap, gemma2.embedding_scale) == (24**-0.5, 2.0, 3.0, 8.0)
     none = spec_of("gemma2", attn_logit_softcapping=None, final_logit_softcapping=None, query_pre_attn_scalar=None)
     assert (none.attention_scale, none.attention_cap, none.logit_cap) == (144**-0.5, 50.0, 30.0), "mlx-lm's, where the config has none"
+    config = {**tiny_config("gemma2"), "attn_logit_softcapping": None, "final_logit_softcapping": None}
+    assert (load_spec(config).attention_cap, load_spec(config).logit_cap) == (None, None), "null takes them away"
     assert spec_of("gemma3_text", hidden_size=1152).embedding_scale == 34.0, "the nearest to 33.94 that bfloat16 has"
     assert spec_of("gemma", hidden_size=1152).embedding_scale == 1152**0.5
     granite = spec_of("granite")
@@ -80,15 +109,16 @@ def test_scales_and_caps():
 
 
 def test_what_stands_around_a_sublayer():
-    around = {family: (spec.pre_norm, spec.post_norm, spec.parallel, spec.shared_norm) for family in FAMILIES_TRIED for spec in [spec_of(family)]}
-    assert around == {
-        "llama": (True, False, False, False), "gemma2": (True, True, False, False), "olmo2": (False, True, False, False),
-        "glm4": (True, True, False, False), "cohere": (True, False, True, True), "gpt_neox": (True, False, True, False),
+    norms = "input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"
+    around = {
+        "llama": ((norms[0], None), (norms[1], None), False), "gemma2": (norms[:2], norms[2:], False), "olmo2": ((None, norms[1]), (None, norms[3]), False),
+        "cohere": ((norms[0], None), (norms[0], None), True), "gpt_neox": ((norms[0], None), (norms[1], None), True),
     }  # fmt: skip
+    for family, (attention, mlp, parallel) in around.items():
+        spec = spec_of(family)
+        assert (spec.names.attention_norms, spec.names.mlp_norms, spec.parallel) == (attention, mlp, parallel), family
+        assert spec.post_norm == (attention[1] is not None)
     assert not spec_of("gpt_neox", use_parallel_residual=False).parallel
-
-
-FAMILIES_TRIED = ("llama", "gemma2", "olmo2", "glm4", "cohere", "gpt_neox")
 
 
 def test_a_row_s_defaults_and_names():
@@ -123,8 +153,12 @@ def test_fewer_layers_of_the_same_model():
         ("gemma", {"rope_scaling": {"type": "linear", "factor": 2.0}}, "RoPE scaling of type 'linear' is not served. Served: default."),
         ("phi3", {"rope_scaling": YARN_ROPE}, "RoPE scaling of type 'yarn' is not served. Served: default, linear, longrope, su."),
         (
-            "gemma3_text", {"rope_scaling": None, "rope_parameters": {"full_attention": {"rope_theta": 1e6}}},
+            "gemma2", {"rope_parameters": {"full_attention": {"rope_theta": 1e6}}},
             "RoPE parameters by type of layer are not served. Served: one 'rope_theta', and one 'rope_scaling'.",
+        ),
+        (
+            "gemma3_text", {"rope_scaling": None, "rope_parameters": {"full_attention": {}, "sliding_attention": {"rope_type": "linear", "factor": 2.0}}},
+            "RoPE scaling of type 'linear' in layers with a window is not served. Served: default.",
         ),
     ],
 )  # fmt: skip
@@ -137,6 +171,9 @@ def test_features_that_no_row_describes_are_left_to_the_generic_stage(family, ov
     [
         ("gpt2", {"n_embd": "64"}, "'n_embd' is '64', expected a positive whole number."),
         ("gpt2", {"n_layer": 20_000}, "'n_layer' is 20000, expected at most 10000. Download the model again."),
+        ("qwen3_moe", {"num_experts": 10**9, "num_experts_per_tok": 2}, "'num_experts' is 1000000000, expected at most 10000. Download the model again."),
+        ("gemma", {"head_dim": 2**40}, "4 heads of width 1099511627776 over 2 key/value heads do not fit together."),
+        ("phi3", {"partial_rotary_factor": 1e308}, "10000 of the 16 features of a head are to be rotated, expected an even number up to all."),
         ("gpt_neox", {"num_key_value_heads": 2}, "4 heads of width 16 over 2 key/value heads do not fit together."),
         ("smollm3", {"no_rope_layers": [1]}, "'no_rope_layers' should have 0 or 1 for each of 2 layers."),
         ("glm4", {"partial_rotary_factor": 0.45}, "7 of the 16 features of a head are to be rotated, expected an even number up to all."),

@@ -92,7 +92,8 @@ def shortened(config: dict[str, Any], layers: int) -> dict[str, Any]:
     """A config with so many layers."""
     depth = "n_layer" if "n_layer" in config else "num_hidden_layers"
     cut = {key: value[:layers] for key, value in config.items() if isinstance(value, list) and len(value) == config[depth]}
-    return {**config, **cut, depth: layers}
+    pattern = {key: min(config[key], layers) for key in ("sliding_window_pattern",) if key in config}
+    return {**config, **cut, **pattern, depth: layers}
 
 
 def measure(folder: Path, kind: str, seq: int) -> dict[str, Any]:

@@ -42,11 +42,13 @@ def attention_backward(shape: Shape, layer: int) -> list[Row]:
     width = spec.hidden_size
     gradients = shape.workload.adapters["attention"][layer].rows("gradients", "attention: ")
     terms = 3 if spec.fused_qkv else 4 if shape.workload.backend == "numpy" else 5  # of one product there is one; NumPy's sums are made in place
+    inner = [_act(shape, "q, dattention, dq twice", heads, 4), _act(shape, "k, v, dk, dv", kv, 6)]
+    if spec.fused_qkv:  # as much in all, but one array is the largest of them
+        inner = [_act(shape, "q, dattention, dq", heads, 3), _act(shape, "k, v, dk, dv", kv, 4), _act(shape, "dq, dk and dv in one", heads + 2 * kv)]
     return gradients + _fullest(
         [
             _act(shape, "h", width),
-            _act(shape, "q, dattention, dq twice", heads, 4),
-            _act(shape, "k, v, dk, dv", kv, 6),
+            *inner,
             *_scores(shape, layer, 4 if spec.attention_cap is None else 5),
         ],
         [

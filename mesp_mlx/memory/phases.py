@@ -334,7 +334,9 @@ def _head(shape: Shape) -> tuple[list[Row], list[Row]]:
         rows += [Row("weights", f"piece of {name}", (min(shape.packed_rows, size[0]), *size[1:]), dtype, pieces) for name, size, dtype in table.arrays]
     else:
         rows += _widening(shape, workload.table, "as it is stored: ")
-    return [*rows, Row("head", "dequantised tile", (shape.vocabulary_tile, spec.hidden_size), workload.dtype)], inside.head(shape)
+    if [dtype for _, _, dtype in table.arrays] != [workload.dtype]:
+        rows += [Row("head", "dequantised tile", (shape.vocabulary_tile, spec.hidden_size), workload.dtype)]
+    return rows, inside.head(shape)
 
 
 def _whole(shape: Shape) -> tuple[list[Row], list[Row]]:

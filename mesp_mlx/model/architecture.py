@@ -20,7 +20,13 @@ ANY = tuple(NUMPY_TYPES)  # a model may have tables of whole numbers
 INSTALL = "pip install 'mlx-lm>=0.32.2,<0.33'"
 
 
-def open_spec(config: Mapping[str, Any], source: str = "config.json", backend: str = "mlx", trust_remote_code: bool = False) -> Spec:
+def open_spec(
+    config: Mapping[str, Any],
+    source: str = "config.json",
+    backend: str = "mlx",
+    trust_remote_code: bool = False,
+    entries: Mapping[str, Entry] | None = None,
+) -> Spec:
     """The spec that a config describes: a structured family's or, on MLX, that of any other architecture of mlx-lm.
 
     Args:
@@ -28,6 +34,7 @@ def open_spec(config: Mapping[str, Any], source: str = "config.json", backend: s
         source: names it in errors.
         backend: "mlx" or "numpy", on which the model is to run.
         trust_remote_code: whether the code that the config names as its `model_file` may be run.
+        entries: the model's tensors in MLX's layout, where they are known.
 
     Raises:
         UserError: what the config says can't be, or it is served nowhere, or not on this backend, or not without mlx-lm, or not without trust.
@@ -43,11 +50,15 @@ def open_spec(config: Mapping[str, Any], source: str = "config.json", backend: s
             raise UserError(f"{what} NumPy runs these families: {families}. With --backend mlx any other architecture of mlx-lm's is trained too.") from None
         if not has_mlx_lm():
             raise UserError(f"{reason} Other architectures are trained through mlx-lm, which is not installed: {INSTALL}.") from None
+        own = reason if str(config.get("model_type")) in FAMILIES and not file else None
     if file and not trust_remote_code:
         raise UserError(f"reading {source}: the model comes with code of its own, {file}, which would be run. If you trust it, give --trust-remote-code.")
     from mesp_mlx.model import generic  # only here: it imports MLX and mlx-lm
 
-    return generic.load_spec(config, source)
+    try:
+        return generic.load_spec(config, source, {name: entry.shape for name, entry in (entries or {}).items()})
+    except UserError as error:
+        raise (UserError(f"{own} Nor is it trained as mlx-lm's other architectures are: {error}") if own else error) from None
 
 
 def has_mlx_lm() -> bool:
@@ -61,9 +72,10 @@ def open_folder(folder: Path, backend: str = "mlx", trust_remote_code: bool = Fa
     Raises:
         UserError: as `open_spec`; or a tensor is missing, unknown, or of the wrong shape or type.
     """
-    spec, entries = open_spec(read_config(folder), str(folder / "config.json"), backend, trust_remote_code), read_folder(folder)
+    config, entries = read_config(folder), read_folder(folder)
+    spec = open_spec(config, str(folder / "config.json"), backend, trust_remote_code, entries)
     if isinstance(spec, ModelSpec):
-        spec = weights.settled(spec, read_config(folder), entries)
+        spec = weights.settled(spec, config, entries)
         weights.check(spec, entries)
         return spec, entries
     tensors = spec.tensors()

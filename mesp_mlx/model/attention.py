@@ -100,14 +100,15 @@ class AttentionStage:
     def _heads(self, w: Any, q: Any, k: Any, v: Any) -> tuple[Any, Any, Any]:
         """Projections [B,T,·] to heads [B,·,T,d]: split, normalised where the family does, turned by their positions."""
         spec, heads = self.spec, []
+        own = self.lora.ops.arrays.own if spec.fused_qkv else lambda x: x  # a part of a fused output would keep all of it alive
         for i, (x, count) in enumerate(zip((q, k), (spec.num_heads, spec.num_kv_heads), strict=True)):
             if spec.qk_norm == "width":
                 x = self.qk_norms[i].forward(w, x)
             x = split_heads(x, count)
             if spec.qk_norm == "head":
                 x = self.qk_norms[i].forward(w, x)
-            heads.append(x if self.rope is None else self.lora.ops.rope.forward(x, self.rope))
-        return heads[0], heads[1], split_heads(v, spec.num_kv_heads)
+            heads.append(own(x) if self.rope is None else self.lora.ops.rope.forward(x, self.rope))
+        return heads[0], heads[1], own(split_heads(v, spec.num_kv_heads))
 
     def _heads_backward(self, w: Any, raw: list[Any], dheads: tuple[Any, Any, Any]) -> list[Any]:
         """The reverse of `_heads` and of the cut, given the projections and the gradients of the heads: those of the linears' outputs."""

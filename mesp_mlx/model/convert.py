@@ -75,18 +75,26 @@ def sources(spec: Spec, entries: Mapping[str, Entry]) -> dict[str, Source]:
 
 
 def _joined(spec: ModelSpec, found: dict[str, Source]) -> dict[str, Source]:
-    """The same with the tensors of single experts as one of all experts, wherever all are there and alike."""
+    """The same with the tensors of single experts as one of all experts.
+
+    Raises:
+        UserError: some are missing, or unlike the others.
+    """
     names = FAMILIES[spec.model_type].singles
     for layer, experts in enumerate(spec.experts):
         if experts is None or not names:
             continue
         for key, single in zip(spec.mlp_keys(layer)[1:], names, strict=True):
             of_each = [f"{spec.layer_name(layer)}.{single.format(expert)}.weight" for expert in range(experts.count)]
-            entries = [found[name].entry for name in of_each if name in found]
-            if len(entries) == experts.count and len({(entry.shape, entry.dtype) for entry in entries}) == 1:
-                found[f"{spec.layer_name(layer)}.{key}.weight"] = Source(entries[0], experts=tuple(entries))
-                for name in of_each:
-                    del found[name]
+            entries = {name: found.pop(name).entry for name in of_each if name in found}
+            if not entries:
+                continue
+            first, shape = next(iter(entries.values())), spec.linears(layer)[key][1:]
+            kinds = {name: (entry.shape, entry.dtype) for name, entry in entries.items()}
+            if wrong := [name for name in of_each if kinds.get(name) != (shape, first.dtype)]:
+                what = f"{len(wrong)} of {experts.count} experts' tensors are missing, or not {first.dtype} {list(shape)} as expected"
+                raise UserError(f"reading weights in {first.file.parent}: {what}:{weights.listed(wrong)}\nDownload the model again.")
+            found[f"{spec.layer_name(layer)}.{key}.weight"] = Source(first, experts=tuple(entries.values()))
     return found
 
 

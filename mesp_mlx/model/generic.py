@@ -45,6 +45,11 @@ class GenericSpec:
     config: Mapping[str, Any]
     source: str
     skeleton: Any
+    found: Mapping[str, tuple[int, ...]]
+
+    def made(self) -> Any:
+        """The model once more, its weights not computed."""
+        return _build(self.config, self.source, self.found)
 
     def quantized_as(self, module: str) -> Quantization | None:
         """How the config packs a module, or None when it names it unquantised, it is of a kind that is never packed, or nothing is."""
@@ -111,7 +116,7 @@ class GenericSpec:
         import mlx.core as mx
         from mlx_lm.tuner.utils import linear_to_lora_layers
 
-        model = _build(self.config, self.source)
+        model = self.made()
         linear_to_lora_layers(model, self.num_layers, {"rank": 1, "scale": 1.0, "dropout": 0.0, "keys": keys})
         try:
             model.train()(mx.array([[1, 2, 3, 4]]))
@@ -120,8 +125,10 @@ class GenericSpec:
         return True
 
 
-def load_spec(config: Mapping[str, Any], source: str = "config.json") -> GenericSpec:
+def load_spec(config: Mapping[str, Any], source: str = "config.json", found: Mapping[str, tuple[int, ...]] | None = None) -> GenericSpec:
     """The spec of a config whose model_type mlx-lm knows, or whose `model_file`, beside `source`, holds the model.
+
+    found: the shapes of the tensors on disk by name, where they are known: some models have no head of their own if none is there.
 
     Raises:
         UserError: mlx-lm is not installed, does not know the type, or can't build the model.
@@ -130,7 +137,7 @@ def load_spec(config: Mapping[str, Any], source: str = "config.json") -> Generic
         raise UserError(f"reading {source}: model_type {config.get('model_type')!r} needs mlx-lm. Install it: pip install mlx-lm.")
     import mlx.nn as nn
 
-    skeleton = _build(config, source)
+    skeleton = _build(config, source, found or {})
     paths = layer_paths(skeleton)
     tables = {name: module.weight.shape for name, module in skeleton.named_modules() if isinstance(module, nn.Embedding)}
     vocab, width = next(iter(sorted(tables.values(), reverse=True)), (0, 0))
@@ -148,6 +155,7 @@ def load_spec(config: Mapping[str, Any], source: str = "config.json") -> Generic
         config=dict(config),
         source=source,
         skeleton=skeleton,
+        found=found or {},
     )
 
 
@@ -195,8 +203,9 @@ def build(
     return generic_build.build(spec, entries, backend, lora_scale, modules, rank, strategy, dtype, limit_bytes, tiled_head, products)
 
 
-def _build(config: Mapping[str, Any], source: str) -> Any:
-    """mlx-lm's model of a config, its weights not computed."""
+def _build(config: Mapping[str, Any], source: str, found: Mapping[str, tuple[int, ...]]) -> Any:
+    """mlx-lm's model of a config, its weights not computed, as it is once it has seen what tensors were found."""
+    import mlx.core as mx
     from mlx_lm.utils import _decode_tagged_floats
 
     said, file = io.StringIO(), config.get("model_file")
@@ -206,6 +215,8 @@ def _build(config: Mapping[str, Any], source: str) -> Any:
             model = kind(arguments.from_dict(_decode_tagged_floats(dict(config))))
             if not model.layers:
                 raise ValueError("it has no layers")
+            if found and "lm_head.weight" not in found and "lm_head" in model and hasattr(model, "sanitize"):
+                model.sanitize({name: mx.zeros(shape) for name, shape in found.items()})  # never computed
         return model
     except (Exception, SystemExit) as error:  # a module of mlx-lm's that misses a package says so and ends the process
         why = said.getvalue().strip() if isinstance(error, SystemExit) else f"{type(error).__name__}: {error}"

@@ -40,7 +40,7 @@ def build(
     products: bool,
 ) -> Model:
     """As `generic.build`, which says what the arguments are."""
-    model = generic._build(spec.config, spec.source)
+    model = spec.made()
     _quantize(model, spec, entries)
     slots = parameters(model)
     _check(spec, slots, entries)
@@ -64,7 +64,7 @@ def build(
     found = _stages(engine, owners, strategy, Evaluate(backend, limit_bytes))
     _try(engine, found, lazy)
     if products:
-        multiply_here(engine.parts, backend)
+        multiply_here(engine.parts, backend, engine.choices)
     return found
 
 

@@ -64,7 +64,8 @@ def _measured(load: Workload, spec: generic.GenericSpec, arrays: list[tuple[str,
     lengths = _lengths(load)
     states = {length: _states(model, weights, adapter, length) for length in lengths}
     numbers = [i for i, stage in enumerate(stages) if isinstance(stage, LayerStage)]
-    multiply_here(stages[numbers[0]].engine.parts, ops)
+    engine = stages[numbers[0]].engine
+    multiply_here(engine.parts, ops, engine.choices)
     layers = [spec.layer_of(f"{stages[i].name.partition('#')[0]}.") for i in numbers]
     given = [tuple((name, x.shape, str(x.dtype)) for name, x in states[lengths[-1]][i].items()) for i in numbers]
     kinds = [(load.alike[layer], shapes) for layer, shapes in zip(layers, given, strict=True)]

@@ -3,7 +3,9 @@
 mlx-lm's modules stay where they are, with their parameters and their names; what is called is `Product` or `ChosenProduct`.
 """
 
-from collections.abc import Iterable
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import mlx.core as mx
@@ -26,14 +28,49 @@ class Product(nn.Module):
         return self.ops.quantized.apply(x, linear(self) | ({"bias": self["bias"]} if "bias" in self else {}))
 
 
+class Choices:
+    """The experts that products are asked for: computed when they are called, or known from a run before, since autodiff keeps all that is computed meanwhile.
+
+    Attributes:
+        asked_for: whether any product asks.
+    """
+
+    def __init__(self) -> None:
+        self.asked_for = False
+        self._seen: deque[np.ndarray] | None = None
+        self._known: deque[np.ndarray] = deque()
+
+    @contextmanager
+    def known(self, run: Callable[[], Any]) -> Iterator[None]:
+        """Those of a run are known while the block makes the same calls again."""
+        if self.asked_for:
+            self._seen = deque()
+            run()
+            self._seen, self._known = None, self._seen
+        try:
+            yield
+        finally:
+            self._known = deque()
+
+    def of(self, indices: mx.array) -> np.ndarray:
+        """A call's indices, flat."""
+        if self._known:
+            return self._known.popleft()
+        found = np.array(indices).reshape(-1)
+        if self._seen is not None:
+            self._seen.append(found)
+        return found
+
+
 class ChosenProduct(nn.Module):
-    """A QuantizedSwitchLinear: only experts that serve are dequantised, one after another. Computes the indices when it is called."""
+    """A QuantizedSwitchLinear: only experts that serve are dequantised, one after another. Asks for the indices when it is called."""
 
     ops: Any
+    choices: Choices
 
     def __call__(self, x: mx.array, indices: mx.array, sorted_indices: bool = False) -> mx.array:
         """x [..., 1, in], for each index (broadcast) by that expert -> [..., 1, out]."""
-        chosen = np.array(indices).reshape(-1)
+        chosen = self.choices.of(indices)
         order = np.argsort(chosen, kind="stable")
         experts, first = np.unique(chosen[order], return_index=True)
         runs = list(zip(experts.tolist(), first.tolist(), [*first[1:].tolist(), chosen.size], strict=True))
@@ -73,8 +110,10 @@ def linear(module: Any) -> dict[str, Any]:
     return arrays | ({name: getattr(module, name) for name in SETTINGS} if "scales" in arrays else {})
 
 
-def multiply_here(modules: Iterable[nn.Module], ops: Any) -> None:
+def multiply_here(modules: Iterable[nn.Module], ops: Any, choices: Choices | None = None) -> None:
     """Let the linears among the modules of a model, which is this run's own, multiply by these products where the device is a CPU."""
+    choices = choices or Choices()
     for module in modules if ops.quantized.on_cpu() else ():
         if kind := KINDS.get(type(module)):
-            module.__class__, vars(module)["ops"] = kind, ops
+            module.__class__, vars(module)["ops"], vars(module)["choices"] = kind, ops, choices
+            choices.asked_for |= kind is ChosenProduct

@@ -13,7 +13,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
-from mesp_mlx.model.generic_products import ChosenProduct, Product
+from mesp_mlx.model.generic_products import Choices, ChosenProduct, Product
 from mesp_mlx.model.generic_tree import Place, flatten
 from mesp_mlx.model.generic_walk import Left, Slots, Station, Walk, placed
 from mesp_mlx.model.generic_wiring import Leaf, Wiring, answer
@@ -31,6 +31,7 @@ class Engine:
         dtype: of activations; 16-bit weights become it where it is float32.
         carried: the leaves that depend on an adapter.
         parts: all modules of the model.
+        choices: the experts that its products are asked for.
 
     Attributes:
         last: the last call that asks for a leaf; the end counts as one.
@@ -48,6 +49,7 @@ class Engine:
     dtype: mx.Dtype
     carried: set[Leaf]
     parts: list[nn.Module] = field(default_factory=list)
+    choices: Choices = field(default_factory=Choices)
     batch: Batch | None = None
     patterns: dict[tuple[Any, int], Any] = field(default_factory=dict)
 
@@ -107,7 +109,8 @@ class Engine:
             with placed(self.adapters, {name: own.get(name, value) for name, value in adapter.items()}):
                 return function(own)
 
-        _, gradients = mx.vjp(given, list(primals.values()), cotangents)
+        with self.choices.known(lambda: given(*primals.values())):
+            _, gradients = mx.vjp(given, list(primals.values()), cotangents)
         return dict(zip(names, gradients, strict=True))
 
     def _cast(self, name: str, array: mx.array) -> mx.array:

@@ -34,7 +34,7 @@ def build(
     spec: generic.GenericSpec, entries: Mapping[str, Entry], backend: Any, lora_scale: float, modules: Sequence[str], rank: int, strategy: Strategy, dtype: Any
 ) -> Model:
     """As `generic.build`, which says what the arguments are, and what it raises."""
-    model = generic._build(spec.config, spec.source)
+    model = spec.made()
     generic_build._quantize(model, spec, entries)
     slots = parameters(model)
     generic_build._check(spec, slots, entries)

@@ -99,17 +99,8 @@ class ModelSpec:
     positions: int = 0
 
     @property
-    def pre_norm(self) -> bool:
-        return self.names.attention_norms[0] is not None
-
-    @property
     def post_norm(self) -> bool:
         return self.names.attention_norms[1] is not None
-
-    @property
-    def shared_norm(self) -> bool:
-        """Whether attention and MLP read the same norm's output."""
-        return self.parallel and self.names.attention_norms[0] == self.names.mlp_norms[0]
 
     @property
     def fused_gate_up(self) -> bool:

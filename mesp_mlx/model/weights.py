@@ -31,7 +31,7 @@ def check(spec: Spec, entries: Mapping[str, Entry], dtypes: Sequence[str] = FLOA
     wanted = spec.tensors()
     where = ", ".join(sorted({str(entry.file.parent) for entry in entries.values()}))
     if missing := [name for name in wanted if name not in entries]:
-        raise UserError(f"reading weights in {where}: {len(missing)} tensors that a {spec.model_type} model needs are missing:{_list(missing)}")
+        raise UserError(f"reading weights in {where}: {len(missing)} tensors that a {spec.model_type} model needs are missing:{listed(missing)}")
     known = set(wanted)
     for module in (name.removesuffix(".weight") for name, shape in wanted.items() if len(shape) > 1):
         known |= {f"{module}.{part}" for part in ("scales", "biases", "global_scale")} if f"{module}.scales" in entries else set()
@@ -40,10 +40,10 @@ def check(spec: Spec, entries: Mapping[str, Entry], dtypes: Sequence[str] = FLOA
     unknown = [f"{name} in {entries[name].file.name}" for name in strange]
     if unknown and not others:
         what = f"{len(unknown)} tensors are no part of the {spec.model_type} model that config.json describes"
-        raise UserError(f"reading weights in {where}: {what}:{_list(unknown)}\nDownload or convert the model again.")
+        raise UserError(f"reading weights in {where}: {what}:{listed(unknown)}\nDownload or convert the model again.")
     given = {name: entry for name, entry in entries.items() if not (name.endswith(".scales") and name in wanted)}  # some models are packed by themselves
     if wrong := [problem for name, shape in wanted.items() if (problem := _problem(spec, given if name in given else entries, name, shape, dtypes))]:
-        raise UserError(f"reading weights: {len(wrong)} tensors do not fit config.json:{_list(wrong)}\nDownload or convert the model again.")
+        raise UserError(f"reading weights: {len(wrong)} tensors do not fit config.json:{listed(wrong)}\nDownload or convert the model again.")
 
 
 def _problem(spec: Spec, entries: Mapping[str, Entry], name: str, shape: tuple[int, ...], dtypes: Sequence[str]) -> str | None:
@@ -79,6 +79,7 @@ def _problem(spec: Spec, entries: Mapping[str, Entry], name: str, shape: tuple[i
     return None
 
 
-def _list(lines: list[str]) -> str:
+def listed(lines: list[str]) -> str:
+    """A list for an error, each on a line of its own, cut where it would be long."""
     shown = "".join(f"\n  {line}" for line in lines[:SHOWN])
     return shown + (f"\n  … and {len(lines) - SHOWN} more" if len(lines) > SHOWN else "")

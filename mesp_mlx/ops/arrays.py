@@ -60,6 +60,11 @@ def evaluator(limit_bytes: int | None) -> Callable[[Any], Any]:
     return evaluate_within
 
 
+def own(a: mx.array) -> mx.array:
+    """The array in memory of its own, row by row, if it is a part of another's."""
+    return mx.contiguous(a)
+
+
 def take_rows(a: mx.array, index: mx.array) -> mx.array:
     """Rows of a [N, ...] at integer index [n] -> [n, ...]."""
     return mx.take(a, index, axis=0)

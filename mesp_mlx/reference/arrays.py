@@ -44,6 +44,11 @@ def evaluator(limit_bytes: int | None) -> Callable[[Any], Any]:
     return evaluate
 
 
+def own(a: np.ndarray) -> np.ndarray:
+    """The array in memory of its own, row by row, if it is a part of another's."""
+    return np.ascontiguousarray(a)
+
+
 def take_rows(a: np.ndarray, index: np.ndarray) -> np.ndarray:
     """Rows of a [N, ...] at integer index [n] -> [n, ...]."""
     return a[index]

@@ -59,6 +59,7 @@ GIVEN = {
     "--save-every": ("14", lambda s: s.save_every),
     "--adapter-path": ("out", lambda s: s.adapter_path),
     "--overwrite": (None, lambda s: s.overwrite),
+    "--trust-remote-code": (None, lambda s: s.trust_remote_code),
     "--resume-adapter-file": ("a.safetensors", lambda s: s.resume_adapter_file),
     "--json-log": ("log.jsonl", lambda s: s.json_log),
     "--sample-prompt": ("Hello?", lambda s: s.sample_prompt),
@@ -82,6 +83,7 @@ ALONE |= {"--try-step": (), "--hold": (), "--method": (), "--tiled-head": ("--me
 # What `plan` takes of finetune's, and what it takes besides, with where that arrives.
 PLANNED = {
     "--model", "--data", "--memory", "--rank", "--num-layers", "--keys", "--method", "--optimizer", "--grad-clip", "--iters", "--backend", "--quantize",
+    "--trust-remote-code",
     "--resident", "--prefetch", "--no-hold", "--keep", "--checkpoints", "--states", "--gradients", "--adapters", "--group-tokens", "--query-tile",
     "--width-tile", "--vocabulary-tile", "--weight-tile",
 }  # fmt: skip
@@ -98,7 +100,6 @@ REFUSED = {
     "--test-batches": "3",
     "--report-to": "wandb",
     "--project-name": "p",
-    "--trust-remote-code": None,
     "--clear-cache-threshold": "1GB",
 }
 

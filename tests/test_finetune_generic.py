@@ -144,6 +144,23 @@ def test_check_gradients_compares_the_stream_with_the_whole(tmp_path, one_proces
 
 
 @needs_mlx
+@pytest.mark.parametrize("flag", [("--dtype", "bfloat16"), ("--layers", "1")])
+def test_check_gradients_refuses_what_has_no_effect(flag, tmp_path, one_process, capsys):
+    assert command("check-gradients", "--model", str(model_folder(tmp_path / "model", "mamba2")), "--backend", "mlx", *flag) == 2
+    assert f"{flag[0]}: all layers of mamba2" in capsys.readouterr().err
+
+
+@needs_mlx
+def test_a_plan_counts_the_process_as_it_is_with_mlx_lm_in_it(tmp_path, capsys, monkeypatch):
+    from mesp_mlx.memory import measure
+
+    monkeypatch.setattr(measure, "process_now_bytes", lambda: 123_456_789)
+    model, file = model_folder(tmp_path / "model", "mamba2"), tmp_path / "plan.json"
+    assert command("plan", "--model", str(model), "--backend", "mlx", "--seq", "32", "--json", str(file)) == 0
+    assert json.loads(file.read_text())["base_bytes"] == 123_456_789
+
+
+@needs_mlx
 def test_check_gradients_sees_a_wrong_gradient(tmp_path, one_process, capsys, monkeypatch):
     from mesp_mlx.model.generic_stages import LayerStage
 

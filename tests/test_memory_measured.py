@@ -74,6 +74,8 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen3_next": {"hidden_size": 128, "vocab_size": 512},
     "granitemoehybrid": {},
     "deepseek_v2": {},
+    "qwen3_moe": {"hidden_size": 128, "vocab_size": 512},
+    "qwen3_moe, packed": {"hidden_size": 128, "vocab_size": 512},
 }
 QUICK = ("mamba", "gemma3n")
 
@@ -90,7 +92,12 @@ def model(tmp_path_factory):
             from mesp_mlx.model import architecture
             from mesp_mlx.model.samples import small_config
 
-            folder = make(tmp_path_factory.mktemp(name), name, config=small_config(name) | MODELS[name])
+            model_type, _, how = name.partition(", ")
+            folder = make(tmp_path_factory.mktemp(model_type), model_type, config=small_config(model_type) | MODELS[name])
+            if how:
+                from test_model_generic_products import packed
+
+                packed(folder, bits=4, group_size=32)
             spec, entries = architecture.open_folder(folder)
             made[name] = spec, entries, workload(spec)
         return made[name]

@@ -24,7 +24,7 @@ from mesp_mlx.model.stages import Batch, Dropout
 from mesp_mlx.stream.run_file import RunFile
 from mesp_mlx.stream.safetensors import read_folder
 from mesp_mlx.stream.shelves import shelves
-from mesp_mlx.stream.store import Store
+from mesp_mlx.stream.store import ALL_STAGES, Store
 
 SHAPE: dict[str, Any] = {
     "model_type": "llama", "hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2,
@@ -70,7 +70,7 @@ def planned(load: Workload, name: str) -> Plan:
 def step(folder: Any, backend: Any, plan: Plan, tmp_path: Any, steps: int = 2, base_bytes: int = 0) -> dict[str, int]:
     """What the last of some steps under a plan reads, writes and evaluates."""
     load, strategy = plan.workload, plan.strategy
-    settings: Any = SimpleNamespace(method="mesp", grad_checkpoint=False, seed=0, grad_clip=1.0 if load.clip else 0.0)
+    settings: Any = SimpleNamespace(method=load.method, grad_checkpoint=False, seed=0, grad_clip=1.0 if load.clip else 0.0)
     tokens = np.random.default_rng(0).integers(0, load.spec.vocab_size, (load.rows, load.width + 1), dtype=np.int32)
     group = plan.shape.group_rows
     batches = []
@@ -89,8 +89,8 @@ def step(folder: Any, backend: Any, plan: Plan, tmp_path: Any, steps: int = 2, b
         adapter = adapters.initialise(load.spec, load.modules, load.rank, 0, backend, places.adapter)
         optimizer = optim.make("adam" if load.moments else "sgd", {}, backend, places.adapter)
         spec: Any = load.spec
-        model = build(spec, backend, 2.0, strategy, limit_bytes=plan.limit_bytes + base_bytes)
-        resident = model.resident_stages()
+        model = build(spec, backend, 2.0, strategy, limit_bytes=plan.limit_bytes + base_bytes, method=load.method)
+        resident = ALL_STAGES if load.method == "backprop" else model.resident_stages()
         store = stack.enter_context(Store(read_folder(folder), load.spec, backend, resident, strategy.prefetch, strategy.hold))
         before: list[int] = []
         for number in range(steps):

@@ -4,6 +4,7 @@ import contextlib
 import io
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,7 @@ import mlx.nn as nn  # noqa: E402
 from mlx_lm.models.switch_layers import SwitchLinear  # noqa: E402
 from test_model_generic import assert_exact, spec_of, streamed, whole, written  # noqa: E402
 
-from mesp_mlx.model.generic_products import ChosenProduct, Product, multiply_here  # noqa: E402
+from mesp_mlx.model.generic_products import Choices, ChosenProduct, Product, multiply_here  # noqa: E402
 
 pytestmark = pytest.mark.skipif(not ops.quantized.on_cpu(), reason="a GPU multiplies packed weights")
 
@@ -90,19 +91,46 @@ def test_nothing_dequantised_is_kept_for_backward(stored):
     linear = nn.Linear(1024, 8192, bias=False)
     linear.weight = linear.weight.astype(mx.bfloat16)
     linear = nn.QuantizedLinear.from_linear(linear) if stored == "affine" else linear
-    x, cotangent = mx.random.normal((4, 1024)), mx.ones((4, 8192))
-    mx.eval(x, cotangent, linear.parameters())
+    x = mx.random.normal((4, 1024))
+    mx.eval(x, linear.parameters())
+    multiply_here([linear], ops)
+    assert peak(lambda x: linear(mx.sin(x)).astype(mx.float32), x) < 33.6e6 / 2
 
-    def peak() -> int:
-        mx.clear_cache()
-        mx.reset_peak_memory()
-        before = mx.get_active_memory()
-        mx.eval(mx.vjp(lambda x: linear(mx.sin(x)).astype(mx.float32), [x], [cotangent])[1])
-        return mx.get_peak_memory() - before
 
-    mx.set_memory_limit(mx.get_active_memory() + 8_000_000)
+@pytest.mark.parametrize("ordered", [True, False])
+def test_experts_are_dequantised_one_after_another(ordered):
+    """16 that are 2.1 MB each, forward and backward."""
+    stack = SwitchLinear(1024, 512, 16, bias=False).to_quantized()
+    x, indices = mx.random.normal((32, 1, 1024)), mx.arange(32) // 2 if ordered else mx.arange(32) % 16
+    mx.eval(x, indices, stack.parameters())
+    multiply_here([stack], ops)
+    assert peak(lambda x: stack(mx.sin(x), indices, sorted_indices=ordered), x) < 4 * 2.1e6
+
+
+def test_who_serves_is_known_from_a_run_before():
+    """So that nothing is computed while autodiff watches: the second time the indices are not looked at."""
+    stack, choices = SwitchLinear(64, 32, 4, bias=False).to_quantized(), Choices()
+    x, indices = mx.random.normal((6, 1, 64)), mx.array([[3], [0], [3], [2], [2], [3]])
+    multiply_here([stack], ops, choices)
+    given: Any = SimpleNamespace(shape=indices.shape)
+    twice = lambda indices: [stack(mx.expand_dims(x, -3), indices), stack(mx.expand_dims(-x, -3), indices)]  # noqa: E731
+    with choices.known(lambda: twice(indices)):
+        found = twice(given)
+    assert all(mx.array_equal(a, b) for a, b in zip(found, twice(indices), strict=True))
+    with pytest.raises((TypeError, ValueError)):
+        stack(mx.expand_dims(x, -3), given)
+
+
+def peak(function: Any, x: Any) -> int:
+    """Of a function forward and backward, which MLX holds back above 8 MB."""
+    cotangent = mx.ones(function(x).shape)
+    mx.eval(cotangent)
+    mx.clear_cache()
+    before = mx.get_active_memory()
+    limit = mx.set_memory_limit(before + 8_000_000)
     try:
-        multiply_here([linear], ops)
-        assert peak() < 33.6e6 / 2
+        mx.reset_peak_memory()
+        mx.eval(mx.vjp(function, [x], [cotangent])[1])
+        return mx.get_peak_memory() - before
     finally:
-        mx.set_memory_limit(1 << 50)
+        mx.set_memory_limit(limit)

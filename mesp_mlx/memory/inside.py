@@ -149,7 +149,7 @@ def layer_kept(shape: Shape, layer: int) -> list[Row]:
         return measured(shape, layer, backward=True)
     spec, (heads, kv), (mlp, inner) = _spec(shape), _widths(shape), _whole_mlp(shape, layer)
     wide = [_act(shape, "x, h, m", spec.hidden_size, 5), _act(shape, "heads", heads + kv, 3), _act(shape, "g, u, z", mlp, 2 + inner)]
-    return [*wide, _square(shape, "probabilities", 1)]
+    return [*wide, _square(shape, "probabilities", 1 if spec.attention_cap is None else 3)]
 
 
 def layer_backward(shape: Shape, layer: int) -> list[Row]:

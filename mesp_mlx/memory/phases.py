@@ -17,7 +17,7 @@ EMBEDDING, HEAD, UPDATE, WHOLE = "embedding", "head", "update", "forward and bac
 FORWARD = (FORWARD_ATTENTION, FORWARD_MLP, FORWARD_LAYER)
 BACKWARD = (REPLAY, BACKWARD_MLP, BACKWARD_ATTENTION, BACKWARD_LAYER)
 AHEAD = 0.3  # of what a stage makes: with this much more room a step takes as long as with any amount, with half of it a third longer (measured)
-ATTENTION_AHEAD = 0.05  # attention's backward: what it makes is many small blocks, which wait for one another anyway
+LITTLE_AHEAD = 0.05  # where what is made are many small blocks, or experts by autodiff, which wait for one another anyway
 KINDS = {
     FORWARD_ATTENTION: "attention", REPLAY: "attention", BACKWARD_ATTENTION: "attention", FORWARD_MLP: "mlp", BACKWARD_MLP: "mlp",
     FORWARD_LAYER: "layer", BACKWARD_LAYER: "layer",
@@ -80,7 +80,8 @@ def moments(shape: Shape, phase: str) -> Iterator[Moment]:
         return
     for layer in shape.edges(workload.first if phase in BACKWARD else 0):
         # The least plan has the smallest tiles: there memory comes before time.
-        ahead = ATTENTION_AHEAD if phase == BACKWARD_ATTENTION and shape.strategy.query_tile else AHEAD
+        waits = shape.asked(layer) if phase == BACKWARD_LAYER else phase == BACKWARD_ATTENTION and shape.strategy.query_tile
+        ahead = LITTLE_AHEAD if waits else AHEAD
         if workload.generic:
             ahead = min(AHEAD, max(0.0, workload.measured[layer].ahead - inside.OVERSHOOT))
         margin = ahead if workload.backend == "mlx" else None
@@ -342,7 +343,11 @@ def _head(shape: Shape) -> tuple[list[Row], list[Row]]:
 def _whole(shape: Shape) -> tuple[list[Row], list[Row]]:
     """Whole-graph autodiff: all weights, all that every layer made and wants again, logits whole, gradients."""
     workload = shape.workload
-    spec, layers = workload.spec, workload.spec.num_layers
+    spec, layers, trained = workload.spec, workload.spec.num_layers, Counter(workload.alike[workload.first :])
+
+    def total(found: list[Row]) -> int:
+        return sum(row.bytes for row in found)
+
     rows = workload.opened(workload.norm).rows("weights", "")
     if not shape.resident:
         rows += workload.opened(workload.table).rows("weights", "") + _widening(shape, workload.table, "as it is stored: ")
@@ -351,10 +356,11 @@ def _whole(shape: Shape) -> tuple[list[Row], list[Row]]:
     if workload.grad_checkpoint:
         rows += [Row("checkpoints", "x", (shape.tokens, spec.hidden_size), workload.dtype, layers)]
     else:
-        rows += [row._replace(part="checkpoints", count=row.count * workload.trained) for row in inside.layer_kept(shape, workload.first)]
+        kept = ((row, count) for layer, count in trained.items() for row in inside.layer_kept(shape, layer))
+        rows += [row._replace(part="checkpoints", count=row.count * count) for row, count in kept]
     for kind, layouts in workload.adapters.items():
         rows += counted(layouts, "gradients", f"{kind}: ")
-    backward, head = inside.layer_backward(shape, workload.first), inside.whole_head(shape)
+    backward, head = max((inside.layer_backward(shape, layer) for layer in trained), key=total), inside.whole_head(shape)
     if workload.grad_checkpoint and workload.backend == "mlx":  # which recomputes layers while logits are still there (measured)
         return rows, inside.layer_forward(shape, workload.first) + backward + head
-    return rows, max(backward, head, key=lambda found: sum(row.bytes for row in found))
+    return rows, max(backward, head, key=total)

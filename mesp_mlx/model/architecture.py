@@ -74,15 +74,16 @@ def open_folder(folder: Path, backend: str = "mlx", trust_remote_code: bool = Fa
     """
     config, entries = read_config(folder), read_folder(folder)
     spec = open_spec(config, str(folder / "config.json"), backend, trust_remote_code, entries)
-    if isinstance(spec, ModelSpec):
+    if structured := isinstance(spec, ModelSpec):
         spec = weights.settled(spec, config, entries)
-        weights.check(spec, entries)
-        return spec, entries
     tensors = spec.tensors()
     modules = {name: name.removesuffix(".weight") for name, shape in tensors.items() if name.endswith(".weight") and len(shape) > 1}
     if spec.quantization:  # it leaves out what is not quantised: that is seen in the tensors
         unpacked = {module: False for module in modules.values() if f"{module}.scales" not in entries}
         spec = replace(spec, quantization={**unpacked, **spec.quantization})
+    if structured:
+        weights.check(spec, entries)
+        return spec, entries
     weights.check(spec, entries, ANY, others=True)
     return spec, {name: entry for name, entry in entries.items() if name in tensors or f"{name.rpartition('.')[0]}.weight" in modules}
 

@@ -32,9 +32,7 @@ class ModelFolder:
     converted: bool
 
 
-def resolve(
-    model: str, cache_folder: Path, quantize: str = "4", note: Note = print, backend: str = "mlx", trust_remote_code: bool = False
-) -> ModelFolder:
+def resolve(model: str, cache_folder: Path, quantize: str = "4", note: Note = print, backend: str = "mlx", trust_remote_code: bool = False) -> ModelFolder:
     """The folder of a model: "demo", a folder in MLX's or Hugging Face's layout, a GGUF file or a Hub id.
 
     What is not quantised yet becomes 4-bit in groups of 64, unless quantize is "none". Conversions are done once and

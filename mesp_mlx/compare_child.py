@@ -64,7 +64,7 @@ def write_gradient(prepared: Prepared, file: Path) -> dict[str, Any]:
         loss, finish = update(settings, 0, prepared.model, store, adapter, held, gradients.__setitem__, prepared.shelves)
         finish()
         adapters.save(file.parent, gradients, backend, file.name)
-    dtype = prepared.model.embedding.dtype
+    dtype = prepared.activation_dtype
     named = "float32" if dtype == backend.arrays.float32 else str(dtype).removeprefix("mlx.core.")
     return {"loss": loss / sum(int(group.mask.sum()) for group in groups), "activation_dtype": named}
 

@@ -227,3 +227,16 @@ def test_grad_checkpoint_of_the_whole_is_refused(data, tmp_path, one_process):
 
     with pytest.raises(UserError, match="--grad-checkpoint"):
         run(model_folder(tmp_path / "model", "mamba2"), data, tmp_path / "run", **STEADY | {"method": "backprop", "grad_checkpoint": True})
+
+
+@needs_mlx
+def test_compare_takes_it_too(data, tmp_path, one_process, monkeypatch):
+    from test_compare import flags, serve_here
+
+    from mesp_mlx import compare
+
+    serve_here(monkeypatch)
+    model = model_folder(tmp_path / "model", "mamba2")
+    assert compare.run(str(tmp_path / "out"), None, "mesp,backprop", flags(model, data, iters=1, backend="mlx")) == 0
+    found = json.loads((tmp_path / "out" / "compare.json").read_text())
+    assert all(method["gradient_cosine"] == pytest.approx(1, abs=1e-5) for method in found["methods"].values()) and found["true_gradient_dtype"] == "float32"

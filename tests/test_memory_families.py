@@ -17,7 +17,7 @@ from mesp_mlx.memory.plan import Workload
 from mesp_mlx.memory.strategy import ALL, Strategy
 from mesp_mlx.model.spec import load_spec, read_config
 
-WITHIN, EXPERTS_WITHIN = 0.05, 0.15  # of the measured peak; plans let all tokens choose one expert
+WITHIN, EXPERTS_WITHIN, TRIES = 0.05, 0.12, 3  # of the measured peak; plans let all tokens choose one expert
 SIZES: dict[str, Any] = {
     "hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 512, "head_dim": 64,
     "max_position_embeddings": 1024, "n_embd": 256, "n_layer": 4, "n_head": 4, "n_positions": 1024, "n_ctx": 1024, "ffn_dim": 768,
@@ -92,8 +92,12 @@ def planned(load: Workload, name: str) -> plans.Plan:
 @needs_mlx
 @pytest.mark.parametrize(("name", "strategy"), grid("default", "least"))
 def test_the_allocator_peaks_where_the_plan_says(model, tmp_path, name, strategy):
-    plan = planned(workload(model(name)), strategy)
-    assert plan.arrays_peak_bytes == pytest.approx(allocated(model(name), plan, tmp_path), rel=EXPERTS_WITHIN if name in EXPERTS else WITHIN)
+    plan, within, found = planned(workload(model(name)), strategy), EXPERTS_WITHIN if name in EXPERTS else WITHIN, 0
+    for _ in range(TRIES):  # how far MLX runs ahead differs: the plan says how far it may
+        found = max(found, allocated(model(name), plan, tmp_path))
+        if plan.arrays_peak_bytes <= (1 + within) * found:
+            break
+    assert plan.arrays_peak_bytes == pytest.approx(found, rel=within)
 
 
 @needs_mlx

@@ -1,7 +1,6 @@
 """Any architecture of mlx-lm, streamed layer by layer, gives the gradients of MLX's autodiff of the whole model: on its own modules and the same weights."""
 
 import json
-import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -48,55 +47,6 @@ TYPES = {
     "minicpm": "a head written out as a product with the embedding's weight",
     "talkie": "a head that is an array",
 }
-ODD = """
-    from dataclasses import dataclass
-
-    import mlx.core as mx
-    import mlx.nn as nn
-    from mlx_lm.models.base import BaseModelArgs, create_attention_mask
-
-
-    @dataclass
-    class ModelArgs(BaseModelArgs):
-        model_type: str
-        width: int
-        depth: int
-        words: int
-
-
-    class Block(nn.Module):
-        def __init__(self, width):
-            super().__init__()
-            self.mix, self.gate, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width), nn.Linear(width, width)
-            self.strength = mx.zeros((width,))
-            self.norm = nn.LayerNorm(width)
-
-        def __call__(self, x, carry, mask):
-            h = self.norm(x)
-            q, k, v = mx.split(self.mix(h)[:, None], 3, axis=-1)
-            y = mx.fast.scaled_dot_product_attention(q, k, v, scale=q.shape[-1] ** -0.5, mask=mask)[:, 0]
-            gate = mx.sigmoid(self.gate(h) + carry) * (1 + self.strength)
-            return x + self.out(y * gate), {"gate": gate}
-
-
-    class Model(nn.Module):
-        def __init__(self, args):
-            super().__init__()
-            self.embed, self.head = nn.Embedding(args.words, args.width), nn.Linear(args.width, args.words)
-            self.blocks = [Block(args.width) for _ in range(args.depth)]
-
-        @property
-        def layers(self):
-            return self.blocks
-
-        def __call__(self, ids, cache=None):
-            x = self.embed(ids)
-            mask, carry = create_attention_mask(x), mx.zeros_like(x)
-            for block in self.blocks:
-                x, found = block(x, carry, mask)
-                carry = 0.5 * carry + found["gate"]
-            return 20 * mx.tanh(0.3 * self.head(x) / 20)
-"""
 
 
 def written(folder: Path, model_type: str, **overrides: Any) -> Path:
@@ -163,18 +113,15 @@ def test_gradients_are_those_of_autodiff_of_the_whole(model_type, tmp_path):
     assert (model.head.name == "head") and (hasattr(model.head, "table") != (model_type in ("phi3small", "talkie"))), "tiled but where it can't be"
 
 
-def test_a_model_nobody_here_has_seen(tmp_path):
-    """A gate that one block leaves to the next, a dict between them, a scale and a cap of its own."""
-    (tmp_path / "odd.py").write_text(textwrap.dedent(ODD))
-    config = {"model_type": "odd", "model_file": "odd.py", "width": 32, "depth": 3, "words": 96}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    rng, shapes = np.random.default_rng(0), spec_of(tmp_path).tensors()
-    tensors = {name: mx.array((0.3 * rng.normal(size=shape)).astype(np.float32)) for name, shape in shapes.items()}
-    mx.save_safetensors(str(tmp_path / "model.safetensors"), tensors)
-    model, loss, gradients, adapter = streamed(tmp_path)
-    assert len(adapter) == 2 * 3 * 3 and [stage.name for (stage,) in model.segments] == ["blocks.0", "blocks.1", "blocks.2"]
-    assert model.head.end.engine.wiring.head == ("head", 0.3, 20.0)
-    assert_exact(loss, gradients, whole(tmp_path, adapter))
+def test_shapes_of_passes_that_are_over_are_forgotten(tmp_path):
+    """Each length is a shape of its own: of a reply's, and of a long run's, nothing may pile up."""
+    folder = written(tmp_path, "llama")
+    model, *_, adapter = streamed(folder)
+    patterns, spec = model.embedding.engine.patterns, spec_of(folder)
+    assert {shape for shape, _ in patterns} == {(2, 11), (1, 9)}
+    with Store(read_folder(folder), spec, ops) as store:
+        reply = greedy_reply(model, store, adapter, [5, 6, 7], (), 4)
+    assert len(reply) == 4 and {shape for shape, _ in patterns} == {(1, 6)}
 
 
 def test_two_updates_are_those_of_whole_autodiff(tmp_path, settings):

@@ -3,7 +3,7 @@
 import numpy as np
 import oracles
 import pytest
-from backends import each_backend, numbers
+from backends import each_backend, mx, needs_mlx, numbers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tapes import assert_gradients, assert_twins
@@ -180,3 +180,23 @@ def test_large_values_do_not_overflow(backend):
     q = backend.arrays.asarray(np.full((1, 1, 3, 2), 1000, np.float32))
     o, gradients = backend.plain.vjp(lambda p: backend.plain.attention(p["q"], q, q, 1.0), {"q": q}, q)
     assert (numbers(o) == 1000).all() and not numbers(gradients["q"]).any()
+
+
+@needs_mlx
+def test_experts_of_nvfp4_with_a_scale_of_their_own():
+    mx.random.seed(0)
+    packed, dense = {}, {}
+    for name, shape in {"gate": (3, 64, 32), "up": (3, 64, 32), "down": (3, 32, 64)}.items():
+        weight = mx.random.normal(shape)
+        largest = mx.max(mx.abs(weight), axis=(-2, -1))
+        parts = [mx.quantize(weight[e], 16, 4, mode="nvfp4", global_scale=largest[e]) for e in range(3)]
+        words, scales = (mx.stack(each) for each in zip(*parts, strict=True))
+        packed[name] = {"weight": words, "scales": scales, "global_scale": largest, "bits": 4, "group_size": 16, "mode": "nvfp4"}
+        each = zip(parts, largest, strict=True)
+        dense[name] = {"weight": mx.stack([mx.dequantize(*part, group_size=16, bits=4, mode="nvfp4", global_scale=scale) for part, scale in each])}
+    x, p, none = mx.random.normal((5, 32)), mx.random.uniform(shape=(5, 2)), dict.fromkeys(packed)
+    index = mx.array([[0, 2], [1, 0], [2, 1], [0, 1], [2, 0]])
+    from mesp_mlx.ops import plain as parts_in_mlx
+
+    got, want = (parts_in_mlx.experts(x, p, index, linears, none, 1.0, none) for linears in (packed, dense))
+    assert mx.abs(got - want).max() <= 1e-5 * mx.abs(want).max()

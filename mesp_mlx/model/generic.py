@@ -203,6 +203,16 @@ def build(
     return generic_build.build(spec, entries, backend, lora_scale, modules, rank, strategy, dtype, limit_bytes, tiled_head, products)
 
 
+def train_mode(model: Any) -> None:
+    """A model as it is trained: what its code does only in inference is off, and so is dropout of its own, which is drawn anew whenever a layer is called."""
+    import mlx.nn as nn
+
+    model.train()
+    for module in model.modules():
+        if isinstance(module, nn.Dropout | nn.Dropout2d | nn.Dropout3d):
+            module.eval()
+
+
 def _build(config: Mapping[str, Any], source: str, found: Mapping[str, tuple[int, ...]]) -> Any:
     """mlx-lm's model of a config, its weights not computed, as it is once it has seen what tensors were found."""
     import mlx.core as mx

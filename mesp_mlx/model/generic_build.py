@@ -48,7 +48,7 @@ def build(
     lazy = {name: _lazy(container[key], dtype) for name, (container, key) in slots.items()}
     adapters, engine_of = _adapt(model, modules, rank, lora_scale)
     lazy |= {name: mx.zeros(container[key].shape) for name, (container, key) in adapters.items()}
-    model.train()
+    generic.train_mode(model)
     layers, parts = generic.layer_paths(model), model.modules()
     take_in_pieces(parts)
     walk, both = Walk(model, layers, {id(container): module_of(name) for name, (container, _) in slots.items()}), slots | adapters
@@ -60,7 +60,8 @@ def build(
     engine_of.append(engine)
     twice = [module for module in modules if sum(module in adapted for adapted in owners.values()) > 1]
     if twice and strategy.gradients == "applied":
-        raise UserError(f"training {spec.model_type}: {twice[0]} is used several times in a forward: its gradient can't be applied layer by layer. Hold it.")
+        why = f"{twice[0]} is used several times in a forward: its gradient can't be applied layer by layer"
+        raise UserError(f"training {spec.model_type}: {why}. Give --grad-clip (1e9 clips nothing), and it is held.")
     found = _stages(engine, owners, strategy, Evaluate(backend, limit_bytes))
     _try(engine, found, lazy)
     if products:

@@ -62,9 +62,12 @@ def _measured(load: Workload, spec: generic.GenericSpec, arrays: list[tuple[str,
     pairs = {module: spec.pair_shapes(module, load.rank) for module in load.modules}
     adapter = _evaluated({f"{module}.lora_{half}": mx.zeros(shape) for module, pair in pairs.items() for half, shape in zip("ab", pair, strict=True)})
     lengths = _lengths(load)
-    states = {length: _states(model, weights, adapter, length) for length in lengths}
     numbers = [i for i, stage in enumerate(stages) if isinstance(stage, LayerStage)]
-    engine = stages[numbers[0]].engine
+    engine, states, patterns = stages[numbers[0]].engine, {}, {}
+    for length in lengths:
+        states[length] = _states(model, weights, adapter, length)
+        patterns |= engine.patterns
+    engine.patterns |= patterns  # a pass of each length goes on
     multiply_here(engine.parts, ops, engine.choices)
     layers = [spec.layer_of(f"{stages[i].name.partition('#')[0]}.") for i in numbers]
     given = [tuple((name, x.shape, str(x.dtype)) for name, x in states[lengths[-1]][i].items()) for i in numbers]

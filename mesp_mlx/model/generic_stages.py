@@ -38,7 +38,8 @@ class Engine:
         starts: how many calls come before the first layer's.
         names: what a leaf is called in the state.
         batch: the batch of the walk that is under way, or was last.
-        patterns: what a call's output looked like in the last forward, by the shape of ids and the call, for walks that do not ask for it.
+        patterns: what a call's output looked like in this pass, by the shape of ids and the call, for walks that do not ask for it.
+        starting: whether a pass has come no further than the start of its groups.
     """
 
     ops: Any
@@ -52,6 +53,7 @@ class Engine:
     choices: Choices = field(default_factory=Choices)
     batch: Batch | None = None
     patterns: dict[tuple[Any, int], Any] = field(default_factory=dict)
+    starting: bool = False
 
     def __post_init__(self) -> None:
         self.last: dict[Leaf, int] = {}
@@ -76,7 +78,7 @@ class Engine:
 
     def forward(self, batch: Batch, call: int, state: State) -> Any:
         """What the model's forward leaves with at a call: (output, changes) of a layer; the arguments of the head; or its logits, where there is none."""
-        self.batch = batch
+        self.batch, self.starting = batch, False
         ids = mx.array(batch.group.ids)
         names = {self.names[leaf]: leaf for leaf in self.live(call - 1)}
         stored = {leaf: state[name] for name, leaf in names.items()}
@@ -180,7 +182,9 @@ class Start:
         """The state before the first layer."""
         engine, found = self.engine, {}
         ids = mx.array(batch.group.ids)
-        engine.batch = batch
+        if not engine.starting:  # the shapes of the pass before this one are many, over a long run
+            engine.patterns.clear()
+        engine.batch, engine.starting = batch, True
 
         def visit(index: int, station: Station) -> Any:
             if station.recorder.layer:

@@ -16,6 +16,7 @@ from mlx_lm.tuner.utils import linear_to_lora_layers
 from mlx_lm.utils import _get_classes, load_model
 
 from mesp_mlx.data.group import Group
+from mesp_mlx.model.generic import train_mode
 
 
 def write_random(folder: Path, config: Mapping[str, Any], seed: int = 0) -> Path:
@@ -51,7 +52,7 @@ def whole_gradients(
         nn.Module.__init__(model)  # recurrent_gemma's own __init__ leaves that out
     model.freeze()
     linear_to_lora_layers(model, layers, {"rank": rank, "scale": scale, "dropout": 0.0, "keys": list(keys)})
-    model.train()  # kernels that are only for inference have no gradient
+    train_mode(model)  # kernels that are only for inference have no gradient
     trained = set(_flat(model.trainable_parameters()))
     if trained != adapter.keys():
         raise ValueError(f"mlx-lm adapts other tensors: {sorted(trained ^ adapter.keys())[:4]}")

@@ -12,7 +12,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from mesp_mlx.model.generic_tree import arguments, observed
+from mesp_mlx.model.generic_tree import arguments, contents, observed
 
 Visitor = Callable[[int, "Station"], Any]
 TABLES = (nn.Embedding, nn.QuantizedEmbedding)
@@ -20,8 +20,8 @@ LINEARS = (nn.Linear, nn.QuantizedLinear)  # one of them may be the head
 Slots = dict[str, tuple[Any, Any]]  # a parameter's name on disk, and the dict or list that holds it, with its key there
 
 
-class Left(Exception):
-    """Carries what was found out of the model's forward."""
+class Left(BaseException):
+    """Carries what was found out of the model's forward, past whatever errors that catches."""
 
     def __init__(self, found: Any):
         super().__init__()
@@ -37,10 +37,58 @@ class Station:
     def compute(self) -> tuple[Any, dict[Any, Any]]:
         """What the real module returns, and what it changes in its arguments. In a walk through parts of layers, the arguments themselves are kept as if
         they were changed: what the model adds up between these calls would else be made, each time, of everything before."""
-        given = arguments(self.args, self.kwargs) if self._walk.nested else {}
-        kept = {key: {...: value[...]} for key, value in given.items() if isinstance(value, mx.array) and mx.issubdtype(value.dtype, mx.floating)}
-        output, changes = observed(lambda *args, **kwargs: self._walk.compute(self.recorder, self.method, args, kwargs), self.args, self.kwargs)
-        return output, changes | kept
+        walk, given = self._walk, arguments(self.args, self.kwargs)
+        kept = {
+            key: {...: value[...]} for key, value in given.items() if walk.nested and isinstance(value, mx.array) and mx.issubdtype(value.dtype, mx.floating)
+        }
+        watched = watch(given) if walk.watching else {}
+        args, kwargs = [given[place] for place in range(len(self.args))], {name: given[name] for name in self.kwargs}
+        output, changes = observed(lambda *args, **kwargs: walk.compute(self.recorder, self.method, args, kwargs), args, kwargs)
+        in_place = walk.in_place.setdefault((self.recorder.path, self.method), set())
+        in_place |= {spot for spot, array in watched.items() if array.changed}
+        for key, item in in_place:
+            value = given.get(key) if item is ... else (contents(given.get(key)) or {}).get(item)
+            if isinstance(value, mx.array):
+                changes.setdefault(key, {})[item] = value[...]
+        return output, kept | changes
+
+
+def _noting(name: str) -> Any:
+    def change(self: "Watched", *args: Any) -> Any:
+        self.changed = True
+        return getattr(mx.array, name)(self, *args)
+
+    return change
+
+
+class Watched(mx.array):
+    """An array that tells whether its numbers were changed in place, for all who hold it: nothing else of it shows that."""
+
+    changed = False
+    __setitem__ = _noting("__setitem__")
+    __iadd__ = _noting("__iadd__")
+    __isub__ = _noting("__isub__")
+    __imul__ = _noting("__imul__")
+    __itruediv__ = _noting("__itruediv__")
+    __ifloordiv__ = _noting("__ifloordiv__")
+    __imod__ = _noting("__imod__")
+    __ipow__ = _noting("__ipow__")
+    __imatmul__ = _noting("__imatmul__")
+    __iand__ = _noting("__iand__")
+    __ior__ = _noting("__ior__")
+    __ixor__ = _noting("__ixor__")
+
+
+def watch(given: dict[Any, Any]) -> dict[tuple[Any, Any], Watched]:
+    """Let the arrays among arguments, and in what is among them, be watched: by argument and item, which is `...` where the argument is the array."""
+    watched: dict[tuple[Any, Any], Watched] = {}
+    for key, node in list(given.items()):
+        if isinstance(node, mx.array):
+            given[key] = watched[key, ...] = Watched(node)
+        for item, value in (contents(node) or {}).items():
+            if isinstance(value, mx.array):
+                (node if isinstance(node, list | dict) else vars(node))[item] = watched[key, item] = Watched(value)
+    return watched
 
 
 class Recorder:
@@ -114,6 +162,8 @@ class Walk:
         head: (recorder, method) of the linear at the end.
         late: what outside modules were called since the first layer, as (recorder, method, input's shape, output's shape), in the last walk.
         nested: whether parts of layers are stations, for a model that never calls a layer as a whole.
+        watching: whether calls are watched for what they change in place.
+        in_place: what was seen then: (argument, item), by path and method.
         rows: how a table is looked up while its rows are on disk: (path, ids) -> rows; None: in the module's own weight.
     """
 
@@ -122,7 +172,8 @@ class Walk:
         self.head: tuple[Recorder, str] | None = None
         self.rows: Callable[..., mx.array] | None = None
         self.tables: set[str] = set()
-        self.nested = False
+        self.nested = self.watching = False
+        self.in_place: dict[tuple[str, str], set[tuple[Any, Any]]] = {}
         self.late: list[tuple[Recorder, str, Any, Any]] = []
         self._visit: Visitor | None = None
         self._next, self._begun, self._inside = 0, False, False

@@ -39,7 +39,7 @@ def build(
     slots = parameters(model)
     generic_build._check(spec, slots, entries)
     adapters, engine_of = generic_build._adapt(model, modules, rank, lora_scale)
-    model.train()
+    generic.train_mode(model)
     engine = Engine(backend, Unwalked(model), Wiring([], Call("", False, None, 0), None), slots, adapters, dtype or mx.float32, set())  # type: ignore[arg-type]
     engine_of.append(engine)
     stage = WholeEnd(engine, modules_of(slots), tuple(modules), "model")

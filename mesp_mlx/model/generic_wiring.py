@@ -62,10 +62,13 @@ def discover(walk: Walk, slots: Slots, lazy: dict[str, mx.array], adapted: set[s
     for walk.nested in (False, True):  # whole layers, or, where the model calls none, their parts
         calls.clear()
         with placed(slots, lazy):
+            walk.watching = True
             try:
                 logits = walk.run(ids, watch)
             except Exception as error:
                 raise refusal("its forward fails", error) from error
+            finally:
+                walk.watching = False
         if any(call.layer for call in calls):
             break
     else:

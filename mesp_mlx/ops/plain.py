@@ -111,7 +111,11 @@ def experts(
 
     def linear(x: mx.array, name: str) -> mx.array:
         frozen, pair, masks = linears[name], lora[name], dropout[name]
-        if "scales" in frozen:
+        if "global_scale" in frozen:  # which gather_qmm takes on a GPU only
+            each = [{part: value[e] if isinstance(value, mx.array) else value for part, value in frozen.items()} for e in range(len(frozen["weight"]))]
+            dense = mx.stack([quantized.dequantize(expert, x.dtype) for expert in each])
+            y = mx.gather_mm(x, dense.swapaxes(-1, -2), rhs_indices=index)
+        elif "scales" in frozen:
             packed = (frozen["weight"], frozen["scales"], frozen.get("biases"))
             how = {part: frozen[part] for part in ("bits", "group_size", "mode") if part in frozen}
             y = mx.gather_qmm(x, *packed, rhs_indices=index, transpose=True, **how).astype(x.dtype)

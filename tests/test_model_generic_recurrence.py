@@ -60,7 +60,7 @@ def delta(tokens: int, masked: bool, width: int = 8) -> tuple[Any, dict[str, mx.
     heads = {"q": (2, tokens, 2, width), "k": (2, tokens, 2, width), "v": (2, tokens, 4, 2 * width)}
     shapes = heads | {"a": (2, tokens, 4), "b": (2, tokens, 4), "A_log": (4,), "dt_bias": (4,)}
     arrays = {name: mx.array(0.3 * rng.normal(size=shape).astype(np.float32)) for name, shape in shapes.items()}
-    return gated_delta.gated_delta_update, arrays, {"mask": mx.array(rng.random((2, tokens)) < 0.8) if masked else None, "use_kernel": False}
+    return gated_delta.gated_delta_update, arrays, {"mask": mx.array((rng.random((2, tokens)) < 0.8).tolist()) if masked else None, "use_kernel": False}
 
 
 def space(tokens: int, masked: bool) -> tuple[Any, dict[str, mx.array], dict[str, Any]]:
@@ -70,7 +70,7 @@ def space(tokens: int, masked: bool) -> tuple[Any, dict[str, mx.array], dict[str
         **{"dt": (2, tokens, 4), "dt_bias": (4,)},
     }
     arrays = {name: mx.array(0.3 * rng.normal(size=shape).astype(np.float32)) for name, shape in shapes.items()}
-    return ssm.ssm_update, arrays, {"mask": mx.array(rng.random((2, tokens)) < 0.8) if masked else None}
+    return ssm.ssm_update, arrays, {"mask": mx.array((rng.random((2, tokens)) < 0.8).tolist()) if masked else None}
 
 
 def results(function: Any, arrays: dict[str, mx.array], rest: dict[str, Any]) -> list[mx.array]:

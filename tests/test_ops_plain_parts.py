@@ -190,7 +190,7 @@ def test_experts_of_nvfp4_with_a_scale_of_their_own():
         weight = mx.random.normal(shape)
         largest = mx.max(mx.abs(weight), axis=(-2, -1))
         parts = [mx.quantize(weight[e], 16, 4, mode="nvfp4", global_scale=largest[e]) for e in range(3)]
-        words, scales = (mx.stack(each) for each in zip(*parts, strict=True))
+        words, scales = (mx.stack(list(each)) for each in zip(*parts, strict=True))
         packed[name] = {"weight": words, "scales": scales, "global_scale": largest, "bits": 4, "group_size": 16, "mode": "nvfp4"}
         each = zip(parts, largest, strict=True)
         dense[name] = {"weight": mx.stack([mx.dequantize(*part, group_size=16, bits=4, mode="nvfp4", global_scale=scale) for part, scale in each])}

@@ -117,7 +117,8 @@ def measure(folder: Path, kind: str, seq: int) -> dict[str, Any]:
 
     config, entries, strategy = read_config(folder), read_folder(folder), Strategy()
     settings: Any = SimpleNamespace(method="mesp", tiled_head=False, grad_checkpoint=False, seed=0, grad_clip=0.0)
-    spec: Any = generic.load_spec(config, str(folder / "config.json")) if kind == "generic" else load_spec(config)
+    shapes = {name: entry.shape for name, entry in entries.items()}
+    spec: Any = generic.load_spec(config, str(folder / "config.json"), shapes) if kind == "generic" else load_spec(config)
     modules = adapters.choose_modules(spec)
     with measuring.small_cache("mlx"):
         adapter = adapters.initialise(spec, modules, RANK, 0, ops)

@@ -2,6 +2,8 @@
 
 All of it is lazy. The model is walked once with weights that are never computed, to see its calls; then once more under `mx.export_function`, every call
 answered with an input of that trace, so that the primitives between the calls, which it lists, say what depends on what.
+
+What layers hand on through an object that they hold themselves, instead of an argument or what they return, is not seen: no architecture of mlx-lm's does that.
 """
 
 from dataclasses import dataclass, field

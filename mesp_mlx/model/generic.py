@@ -25,11 +25,6 @@ DTYPES = {"float16": "F16", "bfloat16": "BF16"}
 ANY_LENGTH = 1 << 30
 
 
-def available() -> bool:
-    """Whether mlx-lm is here."""
-    return all(importlib.util.find_spec(name) for name in ("mlx", "mlx_lm"))
-
-
 @dataclass(frozen=True)
 class GenericSpec:
     """The shape of a model as mlx-lm builds it; what ModelSpec is to structured families. `skeleton` is the model, whose weights are never computed."""
@@ -131,10 +126,8 @@ def load_spec(config: Mapping[str, Any], source: str = "config.json", found: Map
     found: the shapes of the tensors on disk by name, where they are known: some models have no head of their own if none is there.
 
     Raises:
-        UserError: mlx-lm is not installed, does not know the type, or can't build the model.
+        UserError: mlx-lm does not know the type, or can't build the model.
     """
-    if not available():
-        raise UserError(f"reading {source}: model_type {config.get('model_type')!r} needs mlx-lm. Install it: pip install mlx-lm.")
     import mlx.nn as nn
 
     skeleton = _build(config, source, found or {})

@@ -21,6 +21,7 @@ from mesp_mlx.model.generic_wiring import PROBE_TOKENS, Wiring, discover, refusa
 from mesp_mlx.model.head import Head
 from mesp_mlx.model.model import Evaluate, Model
 from mesp_mlx.model.stages import Batch
+from mesp_mlx.model.weights import listed
 from mesp_mlx.stream.safetensors import Entry
 
 HALVES = ("lora_a", "lora_b")
@@ -245,8 +246,7 @@ def _check(spec: generic.GenericSpec, slots: Slots, entries: Mapping[str, Entry]
     ]
     for what, names in (("that the model needs are missing", missing), ("are no part of the model", unknown), ("do not fit config.json", wrong)):
         if names:
-            shown = "".join(f"\n  {name}" for name in names[:8]) + (f"\n  … and {len(names) - 8} more" if len(names) > 8 else "")
-            raise UserError(f"reading weights for {spec.source}: {len(names)} tensors {what}:{shown}\nConvert the model with mlx_lm.convert.")
+            raise UserError(f"reading weights for {spec.source}: {len(names)} tensors {what}:{listed(names)}\nConvert the model with mlx_lm.convert.")
 
 
 def _lazy(array: mx.array, dtype: mx.Dtype) -> mx.array:

@@ -13,13 +13,11 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
-from mesp_mlx.model.generic_products import Choices, ChosenProduct, Product
+from mesp_mlx.model.generic_products import SETTINGS, Choices, ChosenProduct, Product
 from mesp_mlx.model.generic_tree import Place, flatten
 from mesp_mlx.model.generic_walk import Left, Slots, Station, Walk, placed
 from mesp_mlx.model.generic_wiring import Leaf, Wiring, answer
 from mesp_mlx.model.stages import Batch, Gradients, State
-
-SETTINGS = ("bits", "group_size", "mode")
 
 
 @dataclass
